@@ -1,0 +1,108 @@
+"""Top-k sparsification: the k values of largest magnitude and their positions.
+
+    C(x) = x 1[|x| >= tau_k],   contraction delta = k/d    (with memory: Stich et al., NeurIPS 2018, arXiv 1809.07599)
+
+Exactly k values are kept; of equal magnitudes the lowest index wins. The kept values go through a codec of their own.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp import _validate
+from fedcomp.codec import Codec, Index, Parts, Positions, Schema, nested, put_below, register, take_below
+from fedcomp.codecs.identity import Identity
+from fedcomp.errors import ConfigError
+from fedcomp.layout import Layout, Vector
+
+_FLOAT32 = Identity()
+
+
+@register
+@dataclass(frozen=True)
+class TopK(Codec):
+    """Keep the values of largest magnitude; the rest are sent as zero. Biased: use it with error feedback.
+
+    Args:
+        fraction: share of the values to keep, in (0, 1]; at least one value is kept. Larger: less error, more bytes.
+        k: number of values to keep, instead of `fraction` (all of them when there are fewer).
+        values: codec of the kept values.
+        scope: "global" picks over the whole bucket (least error for the bytes); "tensor" picks fraction or k in each
+            tensor, which starves none.
+
+    >>> from fedcomp import Layout
+    >>> x = np.array([0.5, -3.0, 0.1, 3.0], np.float32)
+    >>> codec, layout = TopK(k=2), Layout.vector(4)
+    >>> codec.decode(codec.encode(x, layout, np.random.default_rng(0)), layout).tolist()
+    [0.0, -3.0, 0.0, 3.0]
+    """
+
+    name: ClassVar[str] = "topk"
+    number: ClassVar[int] = 4
+
+    fraction: float = 0.0
+    k: int = 0
+    values: Codec = _FLOAT32
+    scope: str = "global"
+
+    def __post_init__(self) -> None:
+        if bool(self.fraction) == bool(self.k):
+            raise ConfigError(f"topk: give either fraction or k, got fraction={self.fraction!r}, k={self.k!r}")
+        if self.fraction:
+            _validate.number(above=0, upto=1, fraction=self.fraction)
+        else:
+            _validate.integer(low=1, k=self.k)
+        _validate.instance(kind=Codec, values=self.values)
+        _validate.one_of(choices=("global", "tensor"), scope=self.scope)
+
+    @property
+    def unbiased(self) -> bool:
+        return False
+
+    @property
+    def contractive(self) -> bool:
+        return self.values.contractive
+
+    def kept(self, size: int) -> int:
+        """How many of `size` values are kept."""
+        return min(size, self.k or max(1, round(self.fraction * size)))
+
+    def _groups(self, layout: Layout) -> list[slice]:
+        return [slice(0, layout.size)] if self.scope == "global" else [where for _, where in layout.slices()]
+
+    def _total(self, layout: Layout) -> int:
+        return sum(self.kept(where.stop - where.start) for where in self._groups(layout))
+
+    def _encode(self, x: Vector, layout: Layout, rng: np.random.Generator) -> Parts:
+        picked = [
+            where.start + largest(x[where], self.kept(where.stop - where.start)) for where in self._groups(layout)
+        ]
+        positions = np.concatenate(picked) if picked else np.zeros(0, np.int64)
+        inner = self.values._encode(x[positions], Layout.vector(positions.size), rng)
+        return {"positions": positions, **put_below("values", inner)}
+
+    def schema(self, layout: Layout) -> Schema:
+        total = self._total(layout)
+        yield Positions("positions", total, layout.size)
+        yield from nested("values", self.values.schema(Layout.vector(total)))
+
+    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+        positions = parts["positions"]
+        for where, values in self.values.pieces(take_below("values", parts), Layout.vector(positions.size)):
+            yield positions[where], values
+
+
+def largest(x: Vector, k: int) -> NDArray[np.int64]:
+    """Ascending positions (k,) of the k largest |x|, ties to the lowest index. Linear time: a partition, no sort."""
+    if k >= x.size:
+        return np.arange(x.size)
+    size = np.abs(x)
+    threshold = np.partition(size, x.size - k)[x.size - k]
+    above = np.flatnonzero(size > threshold)
+    if above.size == k:
+        return above
+    equal = np.flatnonzero(size == threshold)[: k - above.size]
+    return np.sort(np.concatenate([above, equal]))

@@ -1,0 +1,139 @@
+"""A plan's configuration in a few bytes, so that every frame says how it was made.
+
+Layout (FORMAT.md, section 4): a plan is its codec, its min_size and its rules; a codec is its number, a count and
+that many fields that differ from their defaults, each a byte ``index << 4 | tag`` and a value. Small plans take 4 to
+14 bytes.
+"""
+
+from typing import Any
+
+from fedcomp.codec import Codec, codec_fields, registered, settings
+from fedcomp.entropy.bits import read_varint, write_varint
+from fedcomp.errors import ConfigError, FrameError
+from fedcomp.plan import Plan, Rule
+
+_FALSE, _TRUE, _INT, _FLOAT, _TEXT, _CODEC, _DIGEST = range(7)
+_DEPTH = 8
+_LONGEST = 1000
+
+
+def describe(plan: Plan) -> bytes:
+    """The plan as bytes. A shared codebook is named by its digest only."""
+    rules = b"".join(_text(rule.pattern) + (_codec(rule.codec) if rule.codec else b"\0") for rule in plan.rules)
+    return _codec(plan.codec) + write_varint(plan.min_size) + write_varint(len(plan.rules)) + rules
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return write_varint(len(data)) + data
+
+
+def _codec(codec: Codec) -> bytes:
+    told = settings(codec)
+    out = bytes([codec.number, len(told)])
+    for index, field in enumerate(codec_fields(codec)):
+        if field.name in told:
+            tag, data = _value(told[field.name])
+            out += bytes([index << 4 | tag]) + data
+    return out
+
+
+def _value(value: Any) -> tuple[int, bytes]:
+    match value:
+        case bool():
+            return (_TRUE if value else _FALSE), b""
+        case int():
+            return _INT, write_varint(value)
+        case float():
+            return _FLOAT, _text(repr(value))
+        case str():
+            return _TEXT, _text(value)
+        case Codec():
+            return _CODEC, _codec(value)
+    return _DIGEST, value.digest
+
+
+class _Reader:
+    """Reads a descriptor; every FrameError says what is wrong with it."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+
+    def byte(self) -> int:
+        return self.take(1)[0]
+
+    def take(self, count: int) -> bytes:
+        if self.at + count > len(self.data):
+            raise FrameError("descriptor: ends too early")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def varint(self) -> int:
+        value, used = read_varint(self.data[self.at :])
+        self.at += used
+        return value
+
+    def text(self) -> str:
+        length = self.varint()
+        if length > _LONGEST:
+            raise FrameError(f"descriptor: a text of {length} bytes, at most {_LONGEST} are allowed")
+        try:
+            return self.take(length).decode()
+        except UnicodeDecodeError:
+            raise FrameError("descriptor: a text is not UTF-8") from None
+
+    def codec(self, depth: int = _DEPTH, *, number: int | None = None) -> Codec:
+        number = self.byte() if number is None else number
+        cls = next((c for c in registered().values() if c.number == number), None)
+        if cls is None:
+            raise FrameError(f"descriptor: codec number {number} is unknown to this version of fedcomp")
+        names = [field.name for field in codec_fields(cls)]
+        values: dict[str, Any] = {}
+        for _ in range(self.byte()):
+            index, tag = divmod(self.byte(), 16)
+            if index >= len(names) or names[index] in values:
+                raise FrameError(f"descriptor: codec {cls.name!r} has no field {index}, or has it twice")
+            values[names[index]] = self.value(tag, cls.name, depth)
+        try:
+            return cls(**values)
+        except (ConfigError, TypeError) as error:
+            raise FrameError(f"descriptor: codec {cls.name!r}: {error}") from None
+
+    def value(self, tag: int, codec: str, depth: int) -> Any:
+        match tag:
+            case 0 | 1:
+                return tag == _TRUE
+            case 2:
+                return self.varint()
+            case 3:
+                return self.decimal()
+            case 4:
+                return self.text()
+            case 5 if depth > 1:
+                return self.codec(depth - 1)
+            case 6:
+                raise FrameError(
+                    f"descriptor: codec {codec!r} refers to side information {self.take(8).hex()} of the server; it "
+                    "can be read only with the plan of its round"
+                )
+        raise FrameError(f"descriptor: value tag {tag} is unknown, or codecs are nested deeper than {_DEPTH}")
+
+    def decimal(self) -> float:
+        text = self.text()
+        try:
+            return float(text)
+        except ValueError:
+            raise FrameError(f"descriptor: {text[:40]!r} is no number") from None
+
+
+def read_plan(data: bytes) -> Plan:
+    """The plan that `describe` wrote. Raises FrameError for anything else; nothing is imported or evaluated."""
+    reader = _Reader(data)
+    codec, min_size = reader.codec(), reader.varint()
+    rules = []
+    for _ in range(reader.varint()):
+        pattern, number = reader.text(), reader.byte()
+        rules.append(Rule(pattern, reader.codec(number=number) if number else None))
+    if reader.at != len(data):
+        raise FrameError(f"descriptor: {len(data) - reader.at} bytes too many")
+    return Plan(codec, tuple(rules), min_size)

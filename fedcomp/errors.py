@@ -1,0 +1,30 @@
+"""Every error fedcomp raises on purpose.
+
+    FedcompError (ValueError)
+    ├── ConfigError        a codec, plan or experiment is described wrongly
+    ├── LayoutError        tensors do not fit the model: name, shape or dtype
+    ├── NonFiniteError     NaN or infinity where a number is needed
+    └── FrameError         bytes that are no valid frame for this model
+
+Messages say what was expected, what came, where, and what to do about it.
+"""
+
+
+class FedcompError(ValueError):
+    """Base of all errors raised by fedcomp for bad input."""
+
+
+class ConfigError(FedcompError):
+    """A codec, plan, feedback or experiment is described wrongly: unknown name, unknown key, value out of range."""
+
+
+class LayoutError(FedcompError):
+    """Tensors do not fit the layout they are used with: a name, shape or dtype differs."""
+
+
+class NonFiniteError(FedcompError):
+    """An update holds NaN or infinity. Raised before anything is changed: no residual, no frame."""
+
+
+class FrameError(FedcompError):
+    """Bytes are damaged, forged, of another version, or meant for another model, round or plan."""

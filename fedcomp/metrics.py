@@ -1,0 +1,29 @@
+"""How far a decoded vector is from the original, and what it cost."""
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+def nmse(x: ArrayLike, decoded: ArrayLike) -> float:
+    """Normalised mean squared error ||decoded - x||^2 / ||x||^2; 0 if both are zero, infinity if only x is.
+
+    Never rank codecs of different bias by it: an unbiased codec with NMSE 50 may train better than a biased one
+    with 0.6.
+    """
+    a, b = np.asarray(x, np.float64), np.asarray(decoded, np.float64)
+    error, energy = float(np.square(b - a).sum()), float(np.square(a).sum())
+    if energy == 0:
+        return 0.0 if error == 0 else float("inf")
+    return error / energy
+
+
+def cosine(x: ArrayLike, decoded: ArrayLike) -> float:
+    """Cosine of the angle between two vectors; 0 if one of them is zero."""
+    a, b = np.asarray(x, np.float64).ravel(), np.asarray(decoded, np.float64).ravel()
+    lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(a @ b) / lengths if lengths else 0.0
+
+
+def bits_per_parameter(nbytes: int, parameters: int) -> float:
+    """Payload of `nbytes` bytes spread over the parameters of the model."""
+    return 8 * nbytes / parameters

@@ -1,0 +1,150 @@
+"""Plan: which tensors get which codec, and which travel verbatim.
+
+Rules by name pattern come first, in order, the first match wins. Then what must not lose anything: integers and
+booleans, normalisation tensors (a variance coded with loss can turn negative) and tensors too small to matter travel
+verbatim. Everything else gets the plan's codec. Tensors with the same codec share a bucket: one flat vector.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from fedcomp import _validate
+from fedcomp.codec import Codec, Config, from_config, parse_codec, to_config
+from fedcomp.errors import ConfigError
+from fedcomp.layout import Layout, Tensor, Vector
+
+NORMALISATION = ("*running_mean", "*running_var", "*num_batches_tracked", "*norm*", "*.bn*", "bn*", "*.ln_*", "ln_*")
+"""Names that normalisation layers go by. The weights of a layer with running statistics are found by those instead."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Tensors whose name matches the shell-style pattern (case counts) get the codec; None: verbatim."""
+
+    pattern: str
+    codec: Codec | None
+
+    def __post_init__(self) -> None:
+        _validate.instance(kind=str, pattern=self.pattern)
+        if self.codec is not None:
+            _validate.instance(kind=Codec, codec=self.codec)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors coded together as one vector: their codec and their layout."""
+
+    codec: Codec
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens to each tensor of a model.
+
+    Args:
+        codec: for every tensor that no rule and no exception names.
+        rules: first match wins, before all exceptions (which never apply to a tensor that a rule names,
+            except that integers and booleans are never coded with loss).
+        min_size: float tensors with fewer elements travel verbatim. Larger: safer for tiny layers, more bytes.
+
+    >>> from fedcomp import Sign, Uniform
+    >>> plan = Plan(Sign(), rules=(Rule("*.bias", Uniform(8)),))
+    >>> layout = Layout((Tensor("a.weight", (64, 8)), Tensor("a.bias", (64,)), Tensor("steps", (), "int64")))
+    >>> [(str(b.codec), [t.name for t in b.layout.tensors]) for b in plan.buckets(layout)]
+    [('sign()', ['a.weight']), ('uniform()', ['a.bias'])]
+    >>> [t.name for t in plan.verbatim(layout)]
+    ['steps']
+    """
+
+    codec: Codec
+    rules: tuple[Rule, ...] = ()
+    min_size: int = 16
+
+    def __post_init__(self) -> None:
+        _validate.instance(kind=Codec, codec=self.codec)
+        _validate.instance(kind=tuple, rules=self.rules)
+        _validate.integer(low=0, min_size=self.min_size)
+
+    def codec_of(self, tensor: Tensor, layout: Layout) -> Codec | None:
+        """The tensor's codec, None for verbatim."""
+        if not tensor.is_float:
+            return None
+        for rule in self.rules:
+            if fnmatchcase(tensor.name, rule.pattern):
+                return rule.codec
+        if tensor.size < self.min_size or _is_normalisation(tensor.name, layout):
+            return None
+        return self.codec
+
+    def buckets(self, layout: Layout) -> list[Bucket]:
+        """The coded tensors by codec, in order of first appearance."""
+        groups: dict[Codec, list[Tensor]] = {}
+        for tensor in layout.tensors:
+            codec = self.codec_of(tensor, layout)
+            if codec is not None:
+                groups.setdefault(codec, []).append(tensor)
+        return [Bucket(codec, Layout(tuple(tensors))) for codec, tensors in groups.items()]
+
+    def verbatim(self, layout: Layout) -> list[Tensor]:
+        """The tensors that travel as they are, in the layout's order."""
+        return [tensor for tensor in layout.tensors if self.codec_of(tensor, layout) is None]
+
+    def codecs(self) -> Iterator[Codec]:
+        """Every codec that the plan may use."""
+        yield self.codec
+        yield from (rule.codec for rule in self.rules if rule.codec is not None)
+
+    def adapt(self, update: Mapping[str, Vector], layout: Layout, rng: np.random.Generator) -> "Plan":
+        """The plan a server should ask for next, having seen the last mean update by tensor name (any shape)."""
+        learnt = {}
+        for bucket in self.buckets(layout):
+            x = np.concatenate([np.ravel(update[t.name]) for t in bucket.layout.tensors]).astype(np.float32)
+            learnt[bucket.codec] = bucket.codec.adapt(x, bucket.layout, rng)
+        rules = tuple(replace(r, codec=learnt.get(r.codec, r.codec) if r.codec else None) for r in self.rules)
+        return replace(self, codec=learnt.get(self.codec, self.codec), rules=rules)
+
+    def to_config(self) -> dict[str, Any]:
+        """JSON-ready description; what is at its default is not written."""
+        config: dict[str, Any] = {"codec": to_config(self.codec)}
+        if self.rules:
+            config["rules"] = [[r.pattern, to_config(r.codec) if r.codec else None] for r in self.rules]
+        if self.min_size != Plan.min_size:
+            config["min_size"] = self.min_size
+        return config
+
+    @classmethod
+    def from_config(cls, config: Config) -> "Plan":
+        """Inverse of to_config. Raises ConfigError for unknown keys or anything malformed."""
+        if not isinstance(config, Mapping) or "codec" not in config:
+            raise ConfigError(f"plan: expected a mapping with the key 'codec', got {str(config)[:80]!r}")
+        if unknown := sorted(map(str, config.keys() - {"codec", "rules", "min_size"})):
+            raise ConfigError(f"plan: unknown keys {unknown}; known: codec, rules, min_size")
+        try:
+            rules = tuple(Rule(p, None if c is None else from_config(c)) for p, c in config.get("rules", ()))
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError("plan: rules: expected a list of [pattern, codec or null]") from None
+        return cls(from_config(config["codec"]), rules, config.get("min_size", Plan.min_size))
+
+
+def as_plan(plan: "Plan | Codec | str") -> Plan:
+    """A plan from what users write: a plan, a codec, or a codec's text. Raises ConfigError."""
+    if isinstance(plan, str):
+        plan = parse_codec(plan)
+    if isinstance(plan, Codec):
+        plan = Plan(plan)
+    _validate.instance(kind=Plan, plan=plan)
+    return plan
+
+
+def _is_normalisation(name: str, layout: Layout) -> bool:
+    if any(fnmatchcase(name, pattern) for pattern in NORMALISATION):
+        return True
+    prefix, _, last = name.rpartition(".")
+    return last in ("weight", "bias") and f"{prefix}.running_mean".lstrip(".") in layout.names

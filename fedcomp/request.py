@@ -1,0 +1,57 @@
+"""What a server asks of a client in one round, as one JSON string inside the configuration it sends anyway.
+
+The server decides the codec; a client that does not understand the request replies plainly, which is always legal.
+"""
+
+import json
+from dataclasses import dataclass
+
+from fedcomp import _validate
+from fedcomp.errors import ConfigError
+from fedcomp.feedback import FEEDBACKS
+from fedcomp.plan import Plan
+
+KEY = "fedcomp"
+"""Key of the request in the train configuration, and of the frame in the reply."""
+
+STYPE = "fedcomp.v1"
+"""Serialization type of the array that carries a frame: no server averages it by mistake."""
+
+_VERSION = 1
+_KEYS = {"v", "plan", "feedback", "round", "seed"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """Reply to `round` with a frame made by `plan`; `feedback` is "none" or "ef"; `seed` feeds all randomness."""
+
+    plan: Plan
+    round: int
+    feedback: str = "none"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _validate.instance(kind=Plan, plan=self.plan)
+        _validate.integer(low=0, high=2**32 - 1, round=self.round)
+        _validate.one_of(choices=FEEDBACKS, feedback=self.feedback)
+        _validate.integer(low=0, seed=self.seed)
+
+    def to_text(self) -> str:
+        """The request as compact JSON."""
+        told = {"v": _VERSION, "plan": self.plan.to_config(), "feedback": self.feedback, "round": self.round}
+        return json.dumps({**told, "seed": self.seed}, separators=(",", ":"))
+
+    @classmethod
+    def from_text(cls, text: str) -> "Request":
+        """Inverse of to_text. Raises ConfigError for another version, unknown codec or key, or anything malformed."""
+        try:
+            told = json.loads(text)
+        except (ValueError, RecursionError):
+            raise ConfigError(f"request: expected JSON, got {text[:80]!r}") from None
+        if not isinstance(told, dict) or told.get("v") != _VERSION:
+            raise ConfigError(
+                f"request: expected version {_VERSION}, got {text[:80]!r}; the server runs another fedcomp"
+            )
+        if told.keys() != _KEYS:
+            raise ConfigError(f"request: expected the keys {sorted(_KEYS)}, got {sorted(told)}")
+        return cls(Plan.from_config(told["plan"]), told["round"], told["feedback"], told["seed"])

@@ -1,0 +1,338 @@
+"""The frame: the only place that turns parts into bytes and back. FORMAT.md beside this file is its specification.
+
+Everything is checked before it is used: CRC, version, flags, layout, round, plan, every length, every float, every
+symbol. Names and shapes are not in the frame: reader and writer share the layout, the frame names it by digest.
+Whatever is wrong with the bytes ends in one exception, FrameError.
+"""
+
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.codec import Count, Floats, Parts, PartSpec, Positions, Schema, Symbols, symbol_dtype
+from fedcomp.descriptor import describe, read_plan
+from fedcomp.entropy import decode_positions, decode_symbols, encode_positions, encode_symbols
+from fedcomp.entropy.bits import read_varint, write_varint
+from fedcomp.errors import FrameError, LayoutError
+from fedcomp.layout import DTYPES, Layout
+from fedcomp.plan import Plan
+
+MAGIC = b"\xfc\x9d"
+VERSION = 1
+HEADER = struct.Struct("<2sBBI8sI")
+"""Magic, version, flags, CRC-32 of all other bytes, layout digest, round: 20 bytes."""
+
+_OTHER_DTYPES = 1  # flag: a table of tensor dtypes follows the plan
+_CRC_AT = slice(4, 8)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a frame says.
+
+    Attributes:
+        plan: how the update was coded.
+        layout: the model's tensors with the dtypes of the reply.
+        round: server round that the update belongs to, 0 to 2^32 - 1.
+        parts: one for each bucket of plan.buckets(layout), in that order.
+        verbatim: the values (not updates) of the tensors of plan.verbatim(layout), by name.
+    """
+
+    plan: Plan
+    layout: Layout
+    round: int
+    parts: list[Parts]
+    verbatim: dict[str, NDArray[Any]]
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def pack(contents: Contents, base: Layout) -> bytes:
+    """The frame of an update to a model with layout `base` (the same tensors, perhaps of other dtypes).
+
+    Raises LayoutError if the parts do not fit their codec's schema.
+    """
+    flags, body = 0, _sized(describe(contents.plan))
+    if contents.layout.tensors != base.tensors:
+        flags, body = flags | _OTHER_DTYPES, body + _write_dtypes(contents.layout)
+    for bucket, parts in zip(contents.plan.buckets(contents.layout), contents.parts, strict=True):
+        body += b"".join(_write_parts(parts, bucket.codec.schema(bucket.layout), str(bucket.codec)))
+    body += _write_verbatim(contents)
+    head = HEADER.pack(MAGIC, VERSION, flags, 0, base.digest, contents.round)
+    crc = zlib.crc32(body, zlib.crc32(head[_CRC_AT.stop :], zlib.crc32(head[: _CRC_AT.start])))
+    return HEADER.pack(MAGIC, VERSION, flags, crc, base.digest, contents.round) + body
+
+
+def _sized(data: bytes) -> bytes:
+    return write_varint(len(data)) + data
+
+
+def _write_dtypes(layout: Layout) -> bytes:
+    """Runs of (dtype code, how many tensors in a row)."""
+    runs = [(DTYPES.index(d), len(list(group))) for d, group in groupby(t.dtype for t in layout.tensors)]
+    return b"".join(bytes([code]) + write_varint(count) for code, count in runs)
+
+
+def _write_parts(parts: Parts, schema: Schema, codec: str) -> Iterator[bytes]:
+    def write(spec: PartSpec) -> NDArray[Any]:
+        part = parts.get(spec.name)
+        if part is None or part.size != getattr(spec, "count", 1):
+            raise LayoutError(f"codec {codec}: part {spec.name!r} does not fit {spec}")
+        written.append(_write_part(part, spec))
+        return part
+
+    written: list[bytes] = []
+    _walk(schema, write)
+    return iter(written)
+
+
+def _walk(schema: Schema, step: Callable[[PartSpec], NDArray[Any]]) -> None:
+    """Drive a schema: hand each specification to `step` and its part back to the schema."""
+    try:
+        spec = next(schema)
+        while True:
+            spec = schema.send(step(spec))
+    except StopIteration:
+        return
+
+
+def _write_part(part: NDArray[Any], spec: PartSpec) -> bytes:
+    match spec:
+        case Floats(dtype="float32"):
+            return part.astype("<f4").tobytes()
+        case Floats(dtype="float16"):
+            return _write_planes(part.astype(np.float16).view(np.uint16))
+        case Floats():
+            return _write_planes((part.view(np.uint32) >> np.uint32(16)).astype(np.uint16))
+        case Symbols():
+            return encode_symbols(part, spec.size)
+        case Positions():
+            return encode_positions(part, spec.universe)
+        case Count():
+            return write_varint(int(part))
+
+
+def _write_planes(words: NDArray[np.uint16]) -> bytes:
+    """High bytes, then low bytes: exponents repeat, so the first plane nearly vanishes."""
+    return encode_symbols((words >> 8).astype(np.uint8), 256) + encode_symbols(words.astype(np.uint8), 256)
+
+
+def _write_verbatim(contents: Contents) -> bytes:
+    tensors = contents.plan.verbatim(contents.layout)
+    if not tensors:
+        return b""
+    arrays = [contents.verbatim[t.name] for t in tensors]
+    raw = b"".join(a.astype(a.dtype.newbyteorder("<"), copy=False).tobytes() for a in arrays)
+    small = zlib.compress(raw, 9)
+    return b"\1" + _sized(small) if len(small) + 2 < len(raw) else b"\0" + raw
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def unpack(frame: bytes, base: Layout, *, plan: Plan | None = None, round: int | None = None) -> Contents:
+    """Check a frame against the model's layout and take it apart.
+
+    Args:
+        frame: the bytes.
+        base: layout of the model the update applies to; its dtypes hold unless the frame says otherwise.
+        plan: the plan asked for; a frame made with another one is refused. None: whatever the frame says.
+        round: the round asked for, likewise.
+
+    Raises FrameError whatever is wrong with the bytes, before anything is allocated that the layout does not bound.
+    """
+    head, reader = _open(frame)
+    if head.digest != base.digest:
+        raise FrameError(f"frame is for another model: layout {head.digest.hex()}, expected {base.digest.hex()}")
+    if round is not None and head.round != round:
+        raise FrameError(f"frame is for round {head.round}, expected round {round}")
+    plan = _read_plan(reader, plan)
+    layout = _read_dtypes(reader, base) if head.flags & _OTHER_DTYPES else base
+    parts = [_read_parts(reader, bucket.codec.schema(bucket.layout)) for bucket in plan.buckets(layout)]
+    verbatim = _read_verbatim(reader, plan, layout)
+    if reader.left:
+        raise FrameError(f"frame has {reader.left} bytes too many")
+    return Contents(plan, layout, head.round, parts, verbatim)
+
+
+def inspect(frame: bytes) -> dict[str, Any]:
+    """What a frame says about itself without the model: JSON-ready. Raises FrameError if it is damaged."""
+    head, reader = _open(frame)
+    described = reader.take(reader.varint())
+    try:
+        plan: Any = read_plan(described).to_config()
+    except FrameError as error:
+        plan = str(error)
+    return {
+        "bytes": len(frame),
+        "version": VERSION,
+        "round": head.round,
+        "layout": head.digest.hex(),
+        "plan": plan,
+        "header_bytes": HEADER.size,
+        "plan_bytes": len(described),
+        "body_bytes": reader.left,
+    }
+
+
+@dataclass(frozen=True)
+class _Head:
+    flags: int
+    digest: bytes
+    round: int
+
+
+class _Reader:
+    """The unread rest of a frame."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data = data
+
+    @property
+    def left(self) -> int:
+        return len(self.data)
+
+    def take(self, count: int) -> bytes:
+        if count > len(self.data):
+            raise FrameError(f"frame ends too early: {count} bytes expected, {len(self.data)} left")
+        taken, self.data = self.data[:count], self.data[count:]
+        return bytes(taken)
+
+    def varint(self) -> int:
+        value, used = read_varint(self.data)
+        self.data = self.data[used:]
+        return value
+
+    def symbols(self, count: int, size: int) -> NDArray[Any]:
+        values, used = decode_symbols(self.data, count, size)
+        self.data = self.data[used:]
+        return values
+
+    def positions(self, count: int, universe: int) -> NDArray[np.int64]:
+        values, used = decode_positions(self.data, count, universe)
+        self.data = self.data[used:]
+        return values
+
+
+def _open(frame: bytes) -> tuple[_Head, _Reader]:
+    if len(frame) < HEADER.size:
+        raise FrameError(f"frame of {len(frame)} bytes is shorter than its header of {HEADER.size}")
+    magic, version, flags, crc, digest, round_ = HEADER.unpack_from(frame)
+    if magic != MAGIC:
+        raise FrameError(f"not a fedcomp frame: starts with {magic.hex()}, expected {MAGIC.hex()}")
+    if version != VERSION:
+        raise FrameError(f"frame of version {version}, this fedcomp reads version {VERSION}; update the older side")
+    view = memoryview(frame)
+    if zlib.crc32(view[_CRC_AT.stop :], zlib.crc32(view[: _CRC_AT.start])) != crc:
+        raise FrameError("frame is damaged: its checksum does not match")
+    if flags & ~_OTHER_DTYPES:
+        raise FrameError(f"frame has unknown flags {flags:#04x}; it may come from a newer fedcomp")
+    return _Head(flags, digest, round_), _Reader(view[HEADER.size :])
+
+
+def _read_plan(reader: _Reader, expected: Plan | None) -> Plan:
+    described = reader.take(reader.varint())
+    if expected is None:
+        return read_plan(described)
+    if described != describe(expected):
+        try:
+            came = str(read_plan(described).to_config())
+        except FrameError as error:
+            came = str(error)
+        raise FrameError(f"frame was made with another plan: {came[:200]}, expected {str(expected.to_config())[:200]}")
+    return expected
+
+
+def _read_dtypes(reader: _Reader, base: Layout) -> Layout:
+    dtypes: list[str] = []
+    while len(dtypes) < len(base.tensors):
+        code, count = reader.take(1)[0], reader.varint()
+        if code >= len(DTYPES) or not 0 < count <= len(base.tensors) - len(dtypes):
+            raise FrameError(f"dtype table: code {code} for {count} tensors is not possible here")
+        dtypes += [DTYPES[code]] * count
+    return base.with_dtypes(dtypes)
+
+
+def _read_parts(reader: _Reader, schema: Schema) -> Parts:
+    def read(spec: PartSpec) -> NDArray[Any]:
+        parts[spec.name] = _read_part(reader, spec)
+        return parts[spec.name]
+
+    parts: Parts = {}
+    _walk(schema, read)
+    return parts
+
+
+def _read_part(reader: _Reader, spec: PartSpec) -> NDArray[Any]:
+    match spec:
+        case Floats():
+            return _check_floats(_read_floats(reader, spec), spec)
+        case Symbols():
+            return reader.symbols(spec.count, spec.size).astype(symbol_dtype(spec.size), copy=False)
+        case Positions():
+            return reader.positions(spec.count, spec.universe)
+        case Count():
+            value = reader.varint()
+            if value > spec.high:
+                raise FrameError(f"part {spec.name!r}: {value} is beyond its limit {spec.high}")
+            return np.array(value, np.int64)
+
+
+def _read_floats(reader: _Reader, spec: Floats) -> NDArray[np.float32]:
+    if spec.dtype == "float32":
+        return np.frombuffer(reader.take(4 * spec.count), "<f4").astype(np.float32)
+    high, low = reader.symbols(spec.count, 256), reader.symbols(spec.count, 256)
+    words = high.astype(np.uint16) << 8 | low
+    half: NDArray[np.float16] = words.view(np.float16)
+    return half.astype(np.float32) if spec.dtype == "float16" else (words.astype(np.uint32) << 16).view(np.float32)
+
+
+def _check_floats(values: NDArray[np.float32], spec: Floats) -> NDArray[np.float32]:
+    if values.size and not (spec.low <= values.min() and values.max() <= spec.high):  # NaN fails both
+        raise FrameError(f"part {spec.name!r}: expected finite values from {spec.low:g} to {spec.high:g}")
+    return values
+
+
+def _read_verbatim(reader: _Reader, plan: Plan, layout: Layout) -> dict[str, NDArray[Any]]:
+    tensors = plan.verbatim(layout)
+    if not tensors:
+        return {}
+    total = sum(t.size * np.dtype(t.dtype).itemsize for t in tensors)
+    mode = reader.take(1)[0]
+    if mode > 1:
+        raise FrameError(f"verbatim section: mode {mode} is unknown")
+    raw = _inflate(reader.take(reader.varint()), total) if mode else reader.take(total)
+    out, at = {}, 0
+    for tensor in tensors:
+        dtype = np.dtype(tensor.dtype)
+        data = raw[at : at + tensor.size * dtype.itemsize]
+        at += len(data)
+        out[tensor.name] = _check_verbatim(tensor.name, data, dtype).reshape(tensor.shape)
+    return out
+
+
+def _inflate(data: bytes, total: int) -> bytes:
+    inflater = zlib.decompressobj()
+    try:
+        raw = inflater.decompress(data, total + 1)  # never more than the tensors need, whatever the data says
+    except zlib.error as error:
+        raise FrameError(f"verbatim section: {error}") from None
+    if len(raw) != total or not inflater.eof or inflater.unused_data:
+        raise FrameError(f"verbatim section: expected {total} bytes of tensors in one zlib stream")
+    return raw
+
+
+def _check_verbatim(name: str, data: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if dtype == np.bool_ and data.strip(b"\0\1"):
+        raise FrameError(f"verbatim tensor {name!r}: a boolean is neither 0 nor 1")
+    values = np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype)
+    if dtype.kind == "f" and not np.isfinite(values).all():
+        raise FrameError(f"verbatim tensor {name!r}: expected finite values")
+    return values

@@ -1,0 +1,15 @@
+"""The harness: which codec gives which accuracy for how many uploaded bytes, measured with real Flower apps.
+
+Nothing is imported here, so that the command line starts quickly. The pieces:
+
+    experiment   what to run, read from TOML
+    datasets     real data from installed packages
+    partition    who holds which samples
+    models       the networks
+    apps         ClientApp and ServerApp, for any Flower engine
+    grid         Flower's Grid in one process
+    runner       every method with every seed, in this process or in worker processes
+    ledger       the bytes of a run
+    report, plot the results as JSON, table and picture
+    cli          the command line: commands, display
+"""

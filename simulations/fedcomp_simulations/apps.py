@@ -1,0 +1,204 @@
+"""The ClientApp and ServerApp of an experiment, for any Flower engine: in-process grid, Ray, real devices.
+
+Whatever is random hangs on the seed, the round and the partition id, never on node ids or on the order in
+which clients run. So every engine trains the same model, and every method of a seed sees the same batches.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from fedcomp_strategies import Compressed, RoundTraffic
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedMedian, FedYogi, Strategy
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from fedcomp.errors import ConfigError
+from fedcomp_simulations import datasets, models
+from fedcomp_simulations.experiment import Experiment, Method
+from fedcomp_simulations.partition import partition
+
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
+    "fedadagrad": FedAdagrad,
+    "fedadam": FedAdam,
+    "fedavg": FedAvg,
+    "fedavgm": FedAvgM,
+    "fedmedian": FedMedian,
+    "fedyogi": FedYogi,
+}
+
+
+@dataclass(frozen=True)
+class RoundOutcome:
+    """What the server knows after a round: the model, how good it is, and what was uploaded so far."""
+
+    round: int
+    accuracy: float
+    arrays: ArrayRecord
+    traffic: tuple[RoundTraffic, ...]
+
+
+OnRound = Callable[[RoundOutcome], None]
+
+
+def client_app(experiment: Experiment, seed: int, mod: Mod) -> ClientApp:
+    """Make the ClientApp of an experiment: plain SGD on the samples of its partition, below the given mod."""
+    app = ClientApp(mods=[mod])
+    app.train()(_Training(experiment, seed))
+    return app
+
+
+def server_app(experiment: Experiment, method: Method, seed: int, on_round: OnRound) -> ServerApp:
+    """Make the ServerApp of an experiment; it evaluates the model after every round and calls `on_round`."""
+    app = ServerApp()
+
+    def main(grid: Grid, context: Context) -> None:
+        del context
+        _samples(experiment, seed)  # data that cannot be had must end the run here, not fail every client
+        strategy = Compressed(make_strategy(experiment), uplink=method.codec, feedback=method.feedback, seed=seed)
+        evaluate = _Evaluation(experiment, strategy, on_round)
+        run_strategy(strategy, experiment, seed, grid, evaluate)
+
+    app.main()(main)
+    return app
+
+
+def make_strategy(experiment: Experiment) -> Strategy:
+    """Make the experiment's own strategy, without compression and without evaluation on the clients."""
+    return STRATEGIES[experiment.strategy](
+        fraction_train=experiment.clients_per_round / experiment.clients,
+        min_train_nodes=experiment.clients_per_round,  # the fraction alone may round down to one client less
+        fraction_evaluate=0.0,
+        min_available_nodes=experiment.clients,
+        **experiment.strategy_options,
+    )
+
+
+def run_strategy(
+    strategy: Strategy,
+    experiment: Experiment,
+    seed: int,
+    grid: Grid,
+    evaluate: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+) -> ArrayRecord:
+    """Train from the seed's start, with the seed's clients in every round, and return the final model."""
+    start = to_record(models.initial_arrays(experiment.model, seed))
+    before = random.getstate()
+    random.seed(55 + seed)  # Flower draws the clients of a round from this global generator
+    try:
+        result = strategy.start(grid=grid, initial_arrays=start, num_rounds=experiment.rounds, evaluate_fn=evaluate)
+    finally:
+        random.setstate(before)
+    return result.arrays or start
+
+
+def to_record(arrays: dict[str, NDArray[np.float32]]) -> ArrayRecord:
+    """Pack named arrays for a message."""
+    return ArrayRecord({key: Array(array) for key, array in arrays.items()})
+
+
+@dataclass(frozen=True)
+class _Training:
+    """The train function of a client. It holds no data, as Ray pickles it with every message."""
+
+    experiment: Experiment
+    seed: int
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        client = _partition_id(context, self.experiment.clients)
+        server_round = int(message.content.config_records["config"]["server-round"])  # type: ignore[arg-type]
+        x, y = _samples(self.experiment, self.seed)[client]
+        model = _model(self.experiment, message.content.array_records["arrays"])
+        loss = _train(model, x, y, self.experiment, np.random.default_rng((self.seed, server_round, client)))
+        arrays = {key: value.numpy() for key, value in model.state_dict().items()}
+        metrics = MetricRecord({"num-examples": len(y), "train-loss": loss})
+        return Message(RecordDict({"arrays": to_record(arrays), "metrics": metrics}), reply_to=message)
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """The server's own evaluation of the global model on the test samples, after every round."""
+
+    experiment: Experiment
+    strategy: Compressed
+    on_round: OnRound
+
+    def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if server_round == 0:  # the untrained model
+            return None
+        accuracy = accuracy_of(self.experiment, arrays)
+        self.on_round(RoundOutcome(server_round, accuracy, arrays, tuple(self.strategy.traffic)))
+        return MetricRecord({"accuracy": accuracy})
+
+
+def accuracy_of(experiment: Experiment, arrays: ArrayRecord) -> float:
+    """Return the share of test samples that the model classifies correctly."""
+    x, y = _test_samples(experiment.dataset)
+    with torch.inference_mode():
+        predicted = _model(experiment, arrays)(x).argmax(dim=1)
+    return int((predicted == y).sum()) / len(y)
+
+
+def _train(model: torch.nn.Module, x: Tensor, y: Tensor, experiment: Experiment, rng: np.random.Generator) -> float:
+    """Run plain SGD in place and return the mean loss of the last epoch."""
+    weights = list(model.parameters())
+    loss_sum = 0.0
+    for _ in range(experiment.local_epochs):
+        loss_sum = 0.0
+        order = torch.from_numpy(rng.permutation(len(y)))
+        for batch in order.split(experiment.batch):
+            loss = functional.cross_entropy(model(x[batch]), y[batch])
+            gradients = torch.autograd.grad(loss, weights)
+            with torch.no_grad():
+                for weight, gradient in zip(weights, gradients, strict=True):
+                    weight.sub_(gradient, alpha=experiment.lr)
+            loss_sum += loss.item() * len(batch)
+    return loss_sum / len(y)
+
+
+def _partition_id(context: Context, clients: int) -> int:
+    nodes = context.node_config.get("num-partitions", clients)
+    if nodes != clients:
+        raise ConfigError(f"the experiment has {clients} clients, but {nodes} nodes run it")
+    return int(context.node_config["partition-id"])
+
+
+def _model(experiment: Experiment, record: ArrayRecord) -> torch.nn.Module:
+    # Some strategies widen the model to float64; training stays in float32.
+    arrays = {key: array.numpy().astype(np.float32) for key, array in record.items()}
+    return models.build(experiment.model, arrays)
+
+
+def _samples(experiment: Experiment, seed: int) -> list[tuple[Tensor, Tensor]]:
+    return _split(
+        experiment.dataset,
+        experiment.partition,
+        experiment.clients,
+        experiment.alpha,
+        experiment.min_samples,
+        seed,
+    )
+
+
+@lru_cache(maxsize=2)  # a process runs one seed at a time
+def _split(
+    dataset: str, kind: str, clients: int, alpha: float, min_samples: int, seed: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Cut the training samples into one pair of tensors for each client."""
+    data = datasets.load(dataset)
+    parts = partition(kind, data.train_y, clients, alpha=alpha, min_samples=min_samples, seed=seed)
+    return [(torch.from_numpy(data.train_x[own]), torch.from_numpy(data.train_y[own])) for own in parts]
+
+
+@lru_cache(maxsize=1)
+def _test_samples(dataset: str) -> tuple[Tensor, Tensor]:
+    data = datasets.load(dataset)
+    return torch.from_numpy(data.test_x.copy()), torch.from_numpy(data.test_y.copy())  # copies are writable

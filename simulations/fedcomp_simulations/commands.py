@@ -1,0 +1,202 @@
+"""The commands behind `fedcomp`. Those that train import torch and Flower only once they are called."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, replace
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import typer
+from rich.console import Console
+
+import fedcomp
+from fedcomp import wire
+from fedcomp.codec import codec_fields
+from fedcomp.errors import ConfigError, FedcompError
+from fedcomp_simulations import experiment as experiments
+from fedcomp_simulations.cli import EXIT_ERROR, EXIT_MISTAKE
+
+if TYPE_CHECKING:
+    from fedcomp_simulations.experiment import Experiment
+    from fedcomp_simulations.report import Results
+
+ALIASES = ("float32", "float16", "int8", "int4")
+MAX_WARNINGS = 10
+PLAIN_WIDTH = 140  # of a table that goes to a file or pipe
+DEFAULT_EXPERIMENT = "mnist-mlp"
+
+app = typer.Typer(add_completion=False, help="Compressed uploads for federated learning with Flower.")
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code; mistakes of the user become one line on stderr."""
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(args=arguments, prog_name="fedcomp", standalone_mode=False)
+    except click.ClickException as error:
+        return _say(error.format_message(), EXIT_MISTAKE)
+    except click.Abort:  # how click passes on Ctrl-C
+        raise KeyboardInterrupt from None
+    except FedcompError as error:
+        return _say(str(error), EXIT_MISTAKE)
+    except OSError as error:
+        return _say(str(error), EXIT_ERROR)
+    return code if isinstance(code, int) else 0
+
+
+def _say(message: str, code: int) -> int:
+    print(f"fedcomp: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"fedcomp {fedcomp.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    del show_version
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def simulate(
+    name: Annotated[
+        str, typer.Argument(metavar="[EXPERIMENT]", help="A shipped experiment or the path of a TOML file.")
+    ] = DEFAULT_EXPERIMENT,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file too.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for plot and results; default results/<experiment>.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Train for this many rounds.")] = None,
+    seeds: Annotated[str | None, typer.Option(help='A count, as in "3", or a list, as in "0,4,7".')] = None,
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(help='Compare this codec instead; repeatable; "sign+ef" adds error feedback.'),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Worker processes; default 2, or 1 on one processor.")] = None,
+) -> None:
+    """Measure which accuracy each codec reaches for how many uploaded bytes."""
+    experiment = _adapt(experiments.load_experiment(name), rounds, seeds, codec)
+    if workers is not None and workers < 1:
+        raise ConfigError(f"--workers: expected at least 1, got {workers}")
+    folder = out or Path("results", experiment.name)
+    if json_file is not None:
+        _probe_file(json_file)
+    _probe_folder(folder)
+    results = _run(experiment, workers)
+    _write(results, folder, json_file)
+
+
+def _adapt(experiment: "Experiment", rounds: int | None, seeds: str | None, codecs: list[str] | None) -> "Experiment":
+    """Apply the options that replace a part of the experiment."""
+    if rounds is not None:
+        experiment = replace(experiment, rounds=rounds)
+    if seeds is not None:
+        experiment = replace(experiment, seeds=_parse_seeds(seeds))
+    return experiments.with_codecs(experiment, codecs) if codecs else experiment
+
+
+def _parse_seeds(text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f'--seeds: expected a count such as "3" or a list "0,4,7", got {text!r}') from None
+    return numbers if "," in text else tuple(range(numbers[0]))
+
+
+def _probe_folder(folder: Path) -> None:
+    """Find out before the run, not after it, that results cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--out: cannot write into {folder}: {error.strerror}") from error
+
+
+def _probe_file(path: Path) -> None:
+    existed = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--json: cannot write {path}: {error.strerror}") from error
+
+
+def _run(experiment: "Experiment", workers: int | None) -> "Results":
+    from fedcomp_simulations.display import Display
+    from fedcomp_simulations.runner import default_workers, run_experiment
+
+    console = Console(stderr=True)
+    with Display(experiment, console) as display:
+        results = run_experiment(experiment, workers=workers or default_workers(), on_progress=display)
+    _warn(list(dict.fromkeys(warning for run in results.runs for warning in run.warnings)))
+    return results
+
+
+def _warn(warnings: list[str]) -> None:
+    for warning in warnings[:MAX_WARNINGS]:
+        print(f"fedcomp: warning: {' '.join(warning.split())}", file=sys.stderr)
+    if len(warnings) > MAX_WARNINGS:
+        print(f"fedcomp: and {len(warnings) - MAX_WARNINGS} more warnings", file=sys.stderr)
+
+
+def _write(results: "Results", folder: Path, json_file: Path | None) -> None:
+    from fedcomp_simulations.plot import save_plot
+    from fedcomp_simulations.report import table
+
+    text = json.dumps(results.to_json(), indent=1) + "\n"
+    for path in (folder / "results.json", *([json_file] if json_file else [])):
+        path.write_text(text, "utf-8")
+    save_plot(results, folder / "accuracy.png")
+    console = _console()
+    console.print(table(results))
+    console.print(f"plot: {folder / 'accuracy.png'}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"results: {folder / 'results.json'}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _console() -> Console:
+    """Make a console for stdout that has room for a table when there is no terminal to ask for its width."""
+    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+
+
+@app.command()
+def codecs() -> None:
+    """List the codecs and their parameters."""
+    lines = {short: f"short for {fedcomp.parse_codec(short)}" for short in ALIASES}
+    for name, kind in fedcomp.registered().items():
+        parameters = ", ".join(_parameter(entry) for entry in codec_fields(kind))
+        lines[f"{name}({parameters})"] = (kind.__doc__ or "").strip().partition("\n")[0]
+    width = max(map(len, lines))
+    for call, summary in lines.items():
+        print(f"{call:{width}}  {summary}")
+
+
+def _parameter(entry: Field[Any]) -> str:
+    if entry.default is MISSING:
+        return entry.name
+    text = repr(entry.default) if isinstance(entry.default, str) else str(entry.default)
+    return f"{entry.name}={text}"
+
+
+@app.command()
+def inspect(frame: Annotated[Path, typer.Argument(help="A file that holds one frame.")]) -> None:
+    """Describe an encoded upload without decoding it."""
+    try:
+        data = frame.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {frame}: {error.strerror}") from error
+    description: dict[str, Any] = wire.inspect(data)
+    print(json.dumps(description, indent=1))

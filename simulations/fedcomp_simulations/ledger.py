@@ -1,0 +1,50 @@
+"""Who uploaded how much: the bytes of a run, summed from what the strategy measured."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Traffic(Protocol):
+    """One train round as `Compressed.traffic` lists it. Bytes are payload: measured, without transport."""
+
+    @property
+    def round(self) -> int: ...
+    @property
+    def uploads(self) -> int: ...
+    @property
+    def failures(self) -> int: ...
+    @property
+    def bytes_up(self) -> int: ...
+    @property
+    def bytes_down(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The train rounds of one run and their sums."""
+
+    rounds: tuple[Traffic, ...]
+
+    @property
+    def bytes_up(self) -> int:
+        """Payload of all uploads."""
+        return sum(entry.bytes_up for entry in self.rounds)
+
+    @property
+    def bytes_down(self) -> int:
+        """Payload of all train messages to the clients."""
+        return sum(entry.bytes_down for entry in self.rounds)
+
+    @property
+    def uploads(self) -> int:
+        """Number of uploads that arrived."""
+        return sum(entry.uploads for entry in self.rounds)
+
+    @property
+    def failures(self) -> int:
+        """Number of clients that were asked and delivered nothing usable."""
+        return sum(entry.failures for entry in self.rounds)
+
+    def bytes_up_until(self, last_round: int) -> int:
+        """Payload of all uploads up to and including a round."""
+        return sum(entry.bytes_up for entry in self.rounds if entry.round <= last_round)

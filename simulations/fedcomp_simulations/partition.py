@@ -1,0 +1,82 @@
+"""Who holds which samples: each goes to exactly one client, and no client gets less than `min_samples`."""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.errors import ConfigError
+
+Labels = NDArray[np.int64]
+Indices = NDArray[np.int64]
+
+
+def partition(kind: str, labels: Labels, clients: int, *, alpha: float, min_samples: int, seed: int) -> list[Indices]:
+    """Split the samples among the clients by the named scheme; the same arguments give the same split."""
+    if kind not in _KINDS:
+        raise ConfigError(f"unknown partition {kind!r}; available: {', '.join(kinds())}")
+    if not alpha > 0:
+        raise ConfigError(f"alpha: expected a number above 0, got {alpha}")
+    if clients * min_samples > len(labels):
+        raise ConfigError(
+            f"{clients} clients with min_samples = {min_samples} need {clients * min_samples} samples, "
+            f"got {len(labels)}; lower clients or min_samples"
+        )
+    rng = np.random.default_rng(100 + seed)
+    return _top_up(_KINDS[kind](labels, clients, alpha, rng), min_samples, rng)
+
+
+def kinds() -> tuple[str, ...]:
+    """Names that `partition` knows."""
+    return tuple(sorted(_KINDS))
+
+
+def _iid(labels: Labels, clients: int, alpha: float, rng: np.random.Generator) -> list[Indices]:
+    """Deal the shuffled samples out evenly; sizes differ by at most one."""
+    del alpha
+    return np.array_split(rng.permutation(len(labels)), clients)
+
+
+def _dirichlet(labels: Labels, clients: int, alpha: float, rng: np.random.Generator) -> list[Indices]:
+    """Cut each class by its own Dirichlet(alpha) shares (Hsu et al. 2019, arXiv:1909.06335)."""
+    pieces: list[list[Indices]] = [[] for _ in range(clients)]
+    for label in np.unique(labels):
+        members = rng.permutation(np.flatnonzero(labels == label))
+        shares = _shares(clients, alpha, rng)
+        cuts = (np.cumsum(shares) * len(members)).astype(np.int64)[:-1]
+        for own, piece in zip(pieces, np.split(members, cuts), strict=True):
+            own.append(piece)
+    return [np.concatenate(own) for own in pieces]
+
+
+def _shares(clients: int, alpha: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Dirichlet shares; where float64 cannot draw them, the limit they tend to."""
+    with np.errstate(all="ignore"):
+        shares = rng.dirichlet(np.full(clients, alpha))
+    if np.isfinite(shares).all() and shares.sum() > 0.5:
+        return shares
+    if alpha > 1:
+        return np.full(clients, 1 / clients)
+    return np.eye(clients)[rng.integers(clients)]
+
+
+def _top_up(parts: list[Indices], min_samples: int, rng: np.random.Generator) -> list[Indices]:
+    """Raise every client to `min_samples` with random samples of whoever holds most at that moment.
+
+    Dropping small clients, the usual rule, would change the number of clients and lose samples.
+    """
+    parts = list(parts)
+    for client in range(len(parts)):
+        while (missing := min_samples - len(parts[client])) > 0:
+            donor = max(range(len(parts)), key=lambda other: len(parts[other]))
+            given = min(missing, len(parts[donor]) - min_samples)
+            shuffled = rng.permutation(parts[donor])
+            parts[donor] = np.sort(shuffled[given:])
+            parts[client] = np.concatenate([parts[client], shuffled[:given]])
+    return parts
+
+
+_KINDS: dict[str, Callable[[Labels, int, float, np.random.Generator], list[Indices]]] = {
+    "dirichlet": _dirichlet,
+    "iid": _iid,
+}

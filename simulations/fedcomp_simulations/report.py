@@ -1,0 +1,199 @@
+"""The results of an experiment: the object, its JSON form, and what they say against the uncompressed run."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from fedcomp_simulations.experiment import Method
+
+LAST = 10  # evaluations behind the final accuracy: one alone swings by a point
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One method with one seed."""
+
+    method: Method
+    seed: int
+    rounds: int
+    accuracy_curve: tuple[tuple[int, int, float], ...]  # round, payload bytes uploaded so far, accuracy
+    payload_bytes_up: int
+    payload_bytes_down: int
+    uploads: int
+    failures: int
+    seconds: float
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def accuracy_final(self) -> float:
+        """Mean of the last ten evaluations."""
+        return fmean(accuracy for _, _, accuracy in self.accuracy_curve[-LAST:])
+
+    @property
+    def payload_per_upload(self) -> float:
+        """Mean payload of an upload in bytes; 0 when nothing was uploaded."""
+        return self.payload_bytes_up / self.uploads if self.uploads else 0.0
+
+
+@dataclass(frozen=True)
+class Results:
+    """All runs of an experiment, method by method and seed by seed."""
+
+    experiment: str
+    parameters: int
+    clients: int
+    clients_per_round: int
+    runs: tuple[RunResult, ...]
+
+    def by_method(self) -> dict[Method, list[RunResult]]:
+        """Group the runs by method, in the order they were listed."""
+        groups: dict[Method, list[RunResult]] = {}
+        for run in self.runs:
+            groups.setdefault(run.method, []).append(run)
+        return groups
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for `json.dumps`; the keys are a contract with whoever reads the file."""
+        return {
+            "experiment": self.experiment,
+            "parameters": self.parameters,
+            "clients": self.clients,
+            "clients_per_round": self.clients_per_round,
+            "runs": [_run_to_json(run) for run in self.runs],
+        }
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One method over all seeds, against the uncompressed runs of the same seeds."""
+
+    method: Method
+    accuracy: float
+    accuracy_spread: float | None  # standard deviation over seeds; None with one seed
+    points: tuple[float, ...]  # accuracy minus that of the uncompressed twin, by seed; empty without twin
+    payload_per_upload: float
+    payload_bytes_up: float  # mean over seeds
+    ratio: float | None  # uncompressed payload over this one; None when nothing was uploaded
+    failures: int
+
+
+def summarize(results: Results) -> list[Summary]:
+    """Compare the methods of an experiment, in the order they were listed."""
+    groups = results.by_method()
+    twins = {run.seed: run for method, runs in groups.items() if method.uncompressed for run in runs}
+    reference = _mean_payload(twins.values()) or 4.0 * results.parameters
+    return [_summary(method, runs, twins, reference) for method, runs in groups.items()]
+
+
+def table(results: Results) -> Table:
+    """Lay the comparison out for a terminal."""
+    summaries = summarize(results)
+    measured = any(summary.method.uncompressed and summary.payload_per_upload for summary in summaries)
+    with_failures = any(summary.failures for summary in summaries)
+    sheet = Table(title=_title(results), title_justify="left", caption=_caption(measured), caption_justify="left")
+    sheet.add_column("method")
+    sheet.add_column("codec", overflow="fold")
+    sheet.add_column("feedback")
+    ratio = "ratio" if measured else "ratio*"
+    for heading in ("accuracy %", "points vs float32", "B per upload", "uploaded", ratio):
+        sheet.add_column(heading, justify="right", no_wrap=True)
+    if with_failures:
+        sheet.add_column("failed", justify="right", style="red")
+    for summary in summaries:
+        cells = _cells(summary)
+        sheet.add_row(*cells, *([f"{summary.failures:,}"] if with_failures else []))
+    return sheet
+
+
+def format_bytes(count: float) -> str:
+    """Write a number of bytes with a decimal unit, as data plans are billed."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:,.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
+
+
+def _summary(method: Method, runs: list[RunResult], twins: dict[int, RunResult], reference: float) -> Summary:
+    finals = [run.accuracy_final for run in runs]
+    payload = _mean_payload(runs)
+    return Summary(
+        method=method,
+        accuracy=fmean(finals),
+        accuracy_spread=stdev(finals) if len(finals) > 1 else None,
+        points=tuple(100 * (run.accuracy_final - twins[run.seed].accuracy_final) for run in runs if run.seed in twins),
+        payload_per_upload=payload,
+        payload_bytes_up=fmean(run.payload_bytes_up for run in runs),
+        ratio=reference / payload if payload else None,
+        failures=sum(run.failures for run in runs),
+    )
+
+
+def _mean_payload(runs: Iterable[RunResult]) -> float:
+    runs = list(runs)
+    uploads = sum(run.uploads for run in runs)
+    return sum(run.payload_bytes_up for run in runs) / uploads if uploads else 0.0
+
+
+def _cells(summary: Summary) -> list[str]:
+    spread = "" if summary.accuracy_spread is None else f" ± {100 * summary.accuracy_spread:.1f}"
+    return [
+        escape(summary.method.name),
+        escape(summary.method.codec),
+        summary.method.feedback,
+        f"{100 * summary.accuracy:.1f}{spread}",
+        "" if summary.method.uncompressed else _points(summary.points),
+        f"{summary.payload_per_upload:,.0f}",
+        format_bytes(summary.payload_bytes_up),
+        _ratio(summary.ratio),
+    ]
+
+
+def _points(points: tuple[float, ...]) -> str:
+    if not points:
+        return "-"
+    if len(points) == 1:
+        return f"{points[0]:+.1f}"
+    return f"{fmean(points):+.1f} ({min(points):+.1f} to {max(points):+.1f})"
+
+
+def _ratio(ratio: float | None) -> str:
+    if ratio is None:
+        return "-"
+    return f"{ratio:.3g}x" if ratio < 100 else f"{ratio:,.0f}x"
+
+
+def _title(results: Results) -> str:
+    seeds = len({run.seed for run in results.runs})
+    return (
+        f"{results.experiment}: {results.parameters:,} parameters, {results.clients_per_round} of "
+        f"{results.clients} clients a round, {results.runs[0].rounds} rounds, {seeds} seed{'s' * (seeds > 1)}"
+    )
+
+
+def _caption(measured: bool) -> str:
+    text = (
+        "accuracy: mean of the last ten evaluations, ± standard deviation over seeds\n"
+        "points: mean (lowest to highest) over seeds; uploaded: mean over seeds"
+    )
+    return text if measured else f"{text}\n* against 4 bytes per parameter, as no float32 run was made"
+
+
+def _run_to_json(run: RunResult) -> dict[str, Any]:
+    return {
+        "name": run.method.name,
+        "codec": run.method.codec,
+        "feedback": run.method.feedback,
+        "seed": run.seed,
+        "rounds": run.rounds,
+        "accuracy_final": run.accuracy_final,
+        "accuracy_curve": [list(point) for point in run.accuracy_curve],
+        "payload_bytes_up": run.payload_bytes_up,
+        "payload_bytes_down": run.payload_bytes_down,
+        "payload_per_upload": run.payload_per_upload,
+        "seconds": run.seconds,
+    }

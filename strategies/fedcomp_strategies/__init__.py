@@ -1,0 +1,5 @@
+"""The server side of fedcomp: strategies that ask for compressed updates and decode them."""
+
+from fedcomp_strategies.compressed import Compressed, RoundTraffic
+
+__all__ = ["Compressed", "RoundTraffic"]

@@ -1,0 +1,35 @@
+"""The codecs that the shared checklist runs over: each registered one, in the settings that take other paths."""
+
+import numpy as np
+
+from fedcomp import Codebook, Codec, Identity, Sign, TopK, Uniform, VectorQuantizer
+
+_VECTORS = np.random.default_rng(5).standard_normal((15, 4), np.float32)
+
+CODECS: list[Codec] = [
+    Identity(),
+    Identity("float16"),
+    Uniform(8),
+    Uniform(8, block=64),
+    Uniform(4, block=7),
+    Uniform(1),
+    Uniform(1, block=16),
+    Uniform(2, rounding="stochastic"),
+    Uniform(1, rounding="stochastic"),
+    Uniform(3, block=16, rounding="stochastic"),
+    Uniform(8, affine=True),
+    Uniform(8, block=64, affine=True),
+    Uniform(1, block=1, affine=True),
+    Uniform(4, block=32, affine=True, rounding="stochastic"),
+    Sign(),
+    TopK(0.1),
+    TopK(k=3, values=Uniform(8)),
+    TopK(0.3, values=Uniform(4, block=8), scope="tensor"),
+    TopK(0.5, values=Sign()),
+    VectorQuantizer(dim=1, size=2),
+    VectorQuantizer(dim=4, size=8),
+    VectorQuantizer(dim=2, size=16, block=16),
+    VectorQuantizer(dim=4, size=16, codebook=Codebook.of(_VECTORS)),
+]
+
+IDS = [str(codec)[:70] for codec in CODECS]

@@ -1,0 +1,93 @@
+"""A small Flower app without torch for the end-to-end tests: linear regression whose clients misbehave on demand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from fedcomp_simulations.grid import InProcessGrid
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
+from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
+
+Model = dict[str, NDArray[Any]]
+Fault = Callable[[Message, Context, int], None]
+"""Changes a reply, or raises, for (reply, context, server round)."""
+
+CLIENTS = 6
+
+
+def start_model() -> Model:
+    """Matrix, bias, normalisation statistics, a counter and a scalar: what real models are made of."""
+    random = np.random.default_rng(0)
+    return {
+        "fc.weight": random.standard_normal((20, 30)).astype(np.float32),
+        "fc.bias": np.zeros(30, np.float32),
+        "bn.running_var": np.ones(30, np.float32),
+        "bn.num_batches_tracked": np.array(0, np.int64),
+        "temperature": np.array(1.0, np.float32),
+    }
+
+
+def record(model: Model) -> ArrayRecord:
+    return ArrayRecord({name: Array(values) for name, values in model.items()})
+
+
+def arrays(record: ArrayRecord) -> Model:
+    return {name: array.numpy() for name, array in record.items()}
+
+
+def trained(model: Model, partition: int, round_: int) -> Model:
+    """A step that hangs on the partition and the round only; float32 as clients reply, whatever the server sent."""
+    random = np.random.default_rng((partition, round_))
+    new: Model = {}
+    for name, values in model.items():
+        if name == "bn.num_batches_tracked":
+            new[name] = np.array(int(values) + 1 + partition, np.int64)
+        else:
+            step = random.standard_normal(values.shape) * 0.05 + 0.02
+            new[name] = np.asarray(values.astype(np.float32) + step.astype(np.float32))
+    return new
+
+
+def client_app(mods: list[Mod], fault: Fault | None = None, evaluate: bool = False) -> ClientApp:
+    app = ClientApp(mods=mods)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        partition = int(context.node_config["partition-id"])
+        config = next(iter(message.content.config_records.values()))
+        round_ = int(config["server-round"])  # type: ignore[arg-type]
+        model = trained(arrays(message.content.array_records["arrays"]), partition, round_)
+        metrics = MetricRecord({"num-examples": 10 + partition, "loss": 1.0 / round_})
+        reply = Message(RecordDict({"arrays": record(model), "metrics": metrics}), reply_to=message)
+        if fault is not None:
+            fault(reply, context, round_)
+        return reply
+
+    if evaluate:
+
+        @app.evaluate()
+        def evaluate_(message: Message, context: Context) -> Message:
+            return Message(
+                RecordDict({"metrics": MetricRecord({"num-examples": 1, "accuracy": 0.5})}), reply_to=message
+            )
+
+    return app
+
+
+def run(
+    strategy: Strategy,
+    mods: list[Mod],
+    *,
+    rounds: int = 3,
+    fault: Fault | None = None,
+    clients: int = CLIENTS,
+    evaluate: bool = False,
+    config: ConfigRecord | None = None,
+) -> Model:
+    """The global model after some rounds in the in-process grid."""
+    with InProcessGrid(client_app(mods, fault, evaluate), clients) as grid:
+        result = strategy.start(grid, record(start_model()), num_rounds=rounds, train_config=config)
+    return arrays(result.arrays) if result.arrays else start_model()

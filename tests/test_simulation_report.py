@@ -1,0 +1,123 @@
+"""Results: the JSON contract, the comparison with the uncompressed twin, table and plot."""
+
+import json
+from pathlib import Path
+
+import pytest
+from fedcomp_simulations.experiment import Method
+from fedcomp_simulations.plot import save_plot
+from fedcomp_simulations.report import Results, RunResult, format_bytes, summarize, table
+from rich.console import Console
+
+FLOAT32 = Method("plain", "float32")
+SIGN = Method("sign [EF]", "sign", "ef")
+
+
+def make_run(method: Method, seed: int, accuracy: float, per_upload: int, failures: int = 0) -> RunResult:
+    uploads = 40 - failures
+    curve = tuple((number, number * per_upload * 2, accuracy) for number in range(1, 21))
+    return RunResult(method, seed, 20, curve, per_upload * uploads, 7, uploads, failures, 0.5)
+
+
+def make_results(*runs: RunResult) -> Results:
+    return Results("task", 1000, 20, 2, runs)
+
+
+BOTH = make_results(
+    make_run(FLOAT32, 0, 0.80, 4000),
+    make_run(FLOAT32, 1, 0.90, 4000),
+    make_run(SIGN, 0, 0.79, 125),
+    make_run(SIGN, 1, 0.87, 125),
+)
+
+
+def render(results: Results) -> str:
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    console.print(table(results))
+    return console.export_text()
+
+
+def test_json_has_exactly_the_agreed_keys() -> None:
+    value = json.loads(json.dumps(BOTH.to_json()))
+    assert list(value) == ["experiment", "parameters", "clients", "clients_per_round", "runs"]
+    assert (value["experiment"], value["parameters"], value["clients"]) == ("task", 1000, 20)
+    assert value["runs"][2] == {
+        "name": "sign [EF]",
+        "codec": "sign",
+        "feedback": "ef",
+        "seed": 0,
+        "rounds": 20,
+        "accuracy_final": pytest.approx(0.79),
+        "accuracy_curve": [[number, number * 250, 0.79] for number in range(1, 21)],
+        "payload_bytes_up": 5000,
+        "payload_bytes_down": 7,
+        "payload_per_upload": 125.0,
+        "seconds": 0.5,
+    }
+
+
+def test_final_accuracy_is_the_mean_of_the_last_ten_evaluations() -> None:
+    curve = tuple((number, number, 0.0 if number <= 5 else 0.1 * (number - 5)) for number in range(1, 16))
+    run = RunResult(FLOAT32, 0, 15, curve, 1, 1, 1, 0, 0.0)
+    assert run.accuracy_final == pytest.approx(0.55)
+
+
+def test_methods_are_compared_with_the_twin_of_the_same_seed() -> None:
+    plain, sign = summarize(BOTH)
+    assert plain.ratio == 1
+    assert plain.points == (0, 0)
+    assert sign.points == pytest.approx((-1.0, -3.0))
+    assert sign.accuracy == pytest.approx(0.83)
+    assert sign.accuracy_spread == pytest.approx(0.0566, abs=1e-4)
+    assert sign.ratio == 32
+    text = render(BOTH)
+    assert "sign [EF]" in text
+    assert "-2.0 (-3.0 to -1.0)" in text
+    assert "83.0 ± 5.7" in text
+    assert "32x" in text
+    assert "failed" not in text
+    assert "*" not in text
+
+
+def test_without_a_twin_four_bytes_a_parameter_are_assumed_and_marked() -> None:
+    results = make_results(make_run(SIGN, 0, 0.79, 125))
+    (sign,) = summarize(results)
+    assert (sign.ratio, sign.points, sign.accuracy_spread) == (32, (), None)
+    text = render(results)
+    assert "ratio*" in text
+    assert "* against 4 bytes per parameter, as no float32 run was made" in text
+
+
+def test_float32_with_feedback_is_no_twin() -> None:
+    assert Method("x", "identity()").uncompressed
+    assert not Method("x", "float32", "ef").uncompressed
+    assert not Method("x", "float16").uncompressed
+
+
+def test_failures_are_shown() -> None:
+    text = render(make_results(make_run(FLOAT32, 0, 0.8, 4000), make_run(SIGN, 0, 0.8, 0, failures=40)))
+    assert "failed" in text
+    assert "40" in text
+
+
+def test_bytes_are_written_with_decimal_units() -> None:
+    sizes = (0, 999, 1000, 12_345, 123_456, 999_949, 2.5e9, 1.2e13)
+    assert [format_bytes(size) for size in sizes] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "12.3 kB",
+        "123 kB",
+        "1,000 kB",
+        "2.5 GB",
+        "12,000 GB",
+    ]
+
+
+def test_the_plot_is_a_picture_even_when_a_method_never_uploaded(tmp_path: Path) -> None:
+    silent = make_run(SIGN, 0, 0.5, 0, failures=40)
+    for index, results in enumerate((BOTH, make_results(silent), make_results(*BOTH.runs, silent))):
+        path = tmp_path / f"{index}.png"
+        save_plot(results, path)
+        assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+        assert path.stat().st_size > 10_000
