@@ -3,7 +3,6 @@
 Each check takes its argument as a keyword and names it in the message: ``integer(low=1, high=8, bits=bits)``.
 """
 
-import math
 from collections.abc import Collection
 
 from fedcomp.errors import ConfigError
@@ -22,12 +21,12 @@ def integer(*, low: int, high: int | None = None, **argument: object) -> None:
         raise ConfigError(f"{name}: expected a whole number {limits}, got {value!r}")
 
 
-def number(*, above: float, upto: float = math.inf, **argument: object) -> None:
-    """Raise ConfigError unless the argument is a finite number in (above, upto]."""
+def number(*, low: float, high: float, above: bool = False, **argument: object) -> None:
+    """Raise ConfigError unless the argument is a number in [low, high], or in (low, high] with `above`."""
     name, value = _only(argument)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= upto or math.isinf(value):
-        limits = f"above {above}" if math.isinf(upto) else f"above {above} and at most {upto}"
-        raise ConfigError(f"{name}: expected a number {limits}, got {value!r}")
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    if not fits or (above and value == low):
+        raise ConfigError(f"{name}: expected a number {'above' if above else 'from'} {low} to {high}, got {value!r}")
 
 
 def one_of(*, choices: Collection[object], **argument: object) -> None:

@@ -131,6 +131,11 @@ class Codec(ABC):
     def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
         """The decoded vector piece by piece: (where, values). Places that no piece names are zero, none comes twice."""
 
+    @property
+    def gentle(self) -> "Codec | None":
+        """Codec for the few smallest tensors of a model, where this one would starve them. Default: none, itself."""
+        return None
+
     def adapt(self, update: Vector, layout: Layout, rng: np.random.Generator) -> "Codec":
         """The codec a server should ask for next, having seen the last mean update (layout.size,). Default: itself."""
         return self

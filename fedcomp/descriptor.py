@@ -1,8 +1,8 @@
 """A plan's configuration in a few bytes, so that every frame says how it was made.
 
-Layout (FORMAT.md, section 4): a plan is its codec, its min_size and its rules; a codec is its number, a count and
-that many fields that differ from their defaults, each a byte ``index << 4 | tag`` and a value. Small plans take 4 to
-14 bytes.
+Layout (FORMAT.md, section 4): a plan is its codec, its sizes and its rules; a codec is its number, a count and
+that many fields that differ from their defaults, each a byte ``index << 4 | tag`` and a value. Small plans take 5 to
+15 bytes.
 """
 
 from typing import Any
@@ -20,11 +20,16 @@ _LONGEST = 1000
 def describe(plan: Plan) -> bytes:
     """The plan as bytes. A shared codebook is named by its digest only."""
     rules = b"".join(_text(rule.pattern) + (_codec(rule.codec) if rule.codec else b"\0") for rule in plan.rules)
-    return _codec(plan.codec) + write_varint(plan.min_size) + write_varint(len(plan.rules)) + rules
+    share = b"" if plan.gentle_share == Plan.gentle_share else repr(float(plan.gentle_share)).encode()
+    return _codec(plan.codec) + write_varint(plan.min_size) + sized(share) + write_varint(len(plan.rules)) + rules
 
 
 def _text(text: str) -> bytes:
-    data = text.encode()
+    return sized(text.encode())
+
+
+def sized(data: bytes) -> bytes:
+    """The data behind its length."""
     return write_varint(len(data)) + data
 
 
@@ -129,11 +134,14 @@ class _Reader:
 def read_plan(data: bytes) -> Plan:
     """The plan that `describe` wrote. Raises FrameError for anything else; nothing is imported or evaluated."""
     reader = _Reader(data)
-    codec, min_size = reader.codec(), reader.varint()
+    codec, min_size, share = reader.codec(), reader.varint(), reader.text()
     rules = []
     for _ in range(reader.varint()):
         pattern, number = reader.text(), reader.byte()
         rules.append(Rule(pattern, reader.codec(number=number) if number else None))
     if reader.at != len(data):
         raise FrameError(f"descriptor: {len(data) - reader.at} bytes too many")
-    return Plan(codec, tuple(rules), min_size)
+    try:
+        return Plan(codec, tuple(rules), min_size, float(share) if share else Plan.gentle_share)
+    except ValueError as error:
+        raise FrameError(f"descriptor: {error}") from None

@@ -2,12 +2,15 @@
 
 Rules by name pattern come first, in order, the first match wins. Then what must not lose anything: integers and
 booleans, normalisation tensors (a variance coded with loss can turn negative) and tensors too small to matter travel
-verbatim. Everything else gets the plan's codec. Tensors with the same codec share a bucket: one flat vector.
+verbatim. The smallest of the others, such as a bias or an output layer, are coded gently where the codec keeps so
+little that it would starve them (`Codec.gentle`): they are few and decide much. Everything else gets the plan's codec.
+Tensors with the same codec share a bucket: one flat vector.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -51,6 +54,8 @@ class Plan:
         rules: first match wins, before all exceptions (which never apply to a tensor that a rule names,
             except that integers and booleans are never coded with loss).
         min_size: float tensors with fewer elements travel verbatim. Larger: safer for tiny layers, more bytes.
+        gentle_share: the smallest tensors, up to this share of the elements, get the codec's gentle companion if it
+            has one. 0: none.
 
     >>> from fedcomp import Sign, Uniform
     >>> plan = Plan(Sign(), rules=(Rule("*.bias", Uniform(8)),))
@@ -64,39 +69,35 @@ class Plan:
     codec: Codec
     rules: tuple[Rule, ...] = ()
     min_size: int = 16
+    gentle_share: float = 0.02
 
     def __post_init__(self) -> None:
         _validate.instance(kind=Codec, codec=self.codec)
         _validate.instance(kind=tuple, rules=self.rules)
         _validate.integer(low=0, min_size=self.min_size)
+        _validate.number(low=0, high=1, gentle_share=self.gentle_share)
 
-    def codec_of(self, tensor: Tensor, layout: Layout) -> Codec | None:
-        """The tensor's codec, None for verbatim."""
-        if not tensor.is_float:
-            return None
-        for rule in self.rules:
-            if fnmatchcase(tensor.name, rule.pattern):
-                return rule.codec
-        if tensor.size < self.min_size or _is_normalisation(tensor.name, layout):
-            return None
-        return self.codec
+    def assign(self, layout: Layout) -> tuple[Codec | None, ...]:
+        """The codec of each tensor of the layout, None for verbatim."""
+        return _assign(self, layout)
 
     def buckets(self, layout: Layout) -> list[Bucket]:
         """The coded tensors by codec, in order of first appearance."""
         groups: dict[Codec, list[Tensor]] = {}
-        for tensor in layout.tensors:
-            codec = self.codec_of(tensor, layout)
+        for tensor, codec in zip(layout.tensors, self.assign(layout), strict=True):
             if codec is not None:
                 groups.setdefault(codec, []).append(tensor)
         return [Bucket(codec, Layout(tuple(tensors))) for codec, tensors in groups.items()]
 
     def verbatim(self, layout: Layout) -> list[Tensor]:
         """The tensors that travel as they are, in the layout's order."""
-        return [tensor for tensor in layout.tensors if self.codec_of(tensor, layout) is None]
+        return [tensor for tensor, codec in zip(layout.tensors, self.assign(layout), strict=True) if codec is None]
 
     def codecs(self) -> Iterator[Codec]:
         """Every codec that the plan may use."""
         yield self.codec
+        if self.codec.gentle is not None:
+            yield self.codec.gentle
         yield from (rule.codec for rule in self.rules if rule.codec is not None)
 
     def adapt(self, update: Mapping[str, Vector], layout: Layout, rng: np.random.Generator) -> "Plan":
@@ -113,8 +114,9 @@ class Plan:
         config: dict[str, Any] = {"codec": to_config(self.codec)}
         if self.rules:
             config["rules"] = [[r.pattern, to_config(r.codec) if r.codec else None] for r in self.rules]
-        if self.min_size != Plan.min_size:
-            config["min_size"] = self.min_size
+        for key in ("min_size", "gentle_share"):
+            if getattr(self, key) != getattr(Plan, key):
+                config[key] = getattr(self, key)
         return config
 
     @classmethod
@@ -122,15 +124,16 @@ class Plan:
         """Inverse of to_config. Raises ConfigError for unknown keys or anything malformed."""
         if not isinstance(config, Mapping) or "codec" not in config:
             raise ConfigError(f"plan: expected a mapping with the key 'codec', got {str(config)[:80]!r}")
-        if unknown := sorted(map(str, config.keys() - {"codec", "rules", "min_size"})):
-            raise ConfigError(f"plan: unknown keys {unknown}; known: codec, rules, min_size")
+        if unknown := sorted(map(str, config.keys() - {"codec", "rules", "min_size", "gentle_share"})):
+            raise ConfigError(f"plan: unknown keys {unknown}; known: codec, rules, min_size, gentle_share")
         try:
             rules = tuple(Rule(p, None if c is None else from_config(c)) for p, c in config.get("rules", ()))
         except (TypeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError("plan: rules: expected a list of [pattern, codec or null]") from None
-        return cls(from_config(config["codec"]), rules, config.get("min_size", Plan.min_size))
+        rest = {key: config[key] for key in ("min_size", "gentle_share") if key in config}
+        return cls(from_config(config["codec"]), rules, **rest)
 
 
 def as_plan(plan: "Plan | Codec | str") -> Plan:
@@ -141,6 +144,32 @@ def as_plan(plan: "Plan | Codec | str") -> Plan:
         plan = Plan(plan)
     _validate.instance(kind=Plan, plan=plan)
     return plan
+
+
+@lru_cache(maxsize=64)
+def _assign(plan: Plan, layout: Layout) -> tuple[Codec | None, ...]:
+    found = [_by_rules(plan, tensor, layout) for tensor in layout.tensors]
+    plain = [index for index, codec in enumerate(found) if codec is plan.codec]
+    gentle = plan.codec.gentle
+    if gentle is not None and plan.gentle_share > 0:
+        left = plan.gentle_share * sum(layout.tensors[index].size for index in plain)
+        for index in sorted(plain, key=lambda i: layout.tensors[i].size):
+            left -= layout.tensors[index].size
+            if left < 0:
+                break
+            found[index] = gentle
+    return tuple(found)
+
+
+def _by_rules(plan: Plan, tensor: Tensor, layout: Layout) -> Codec | None:
+    if not tensor.is_float:
+        return None
+    for rule in plan.rules:
+        if fnmatchcase(tensor.name, rule.pattern):
+            return rule.codec
+    if tensor.size < plan.min_size or _is_normalisation(tensor.name, layout):
+        return None
+    return plan.codec
 
 
 def _is_normalisation(name: str, layout: Layout) -> bool:

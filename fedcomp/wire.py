@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.codec import Count, Floats, Parts, PartSpec, Positions, Schema, Symbols, symbol_dtype
-from fedcomp.descriptor import describe, read_plan
+from fedcomp.descriptor import describe, read_plan, sized
 from fedcomp.entropy import decode_positions, decode_symbols, encode_positions, encode_symbols
 from fedcomp.entropy.bits import read_varint, write_varint
 from fedcomp.errors import FrameError, LayoutError
@@ -59,7 +59,7 @@ def pack(contents: Contents, base: Layout) -> bytes:
 
     Raises LayoutError if the parts do not fit their codec's schema.
     """
-    flags, body = 0, _sized(describe(contents.plan))
+    flags, body = 0, sized(describe(contents.plan))
     if contents.layout.tensors != base.tensors:
         flags, body = flags | _OTHER_DTYPES, body + _write_dtypes(contents.layout)
     for bucket, parts in zip(contents.plan.buckets(contents.layout), contents.parts, strict=True):
@@ -68,10 +68,6 @@ def pack(contents: Contents, base: Layout) -> bytes:
     head = HEADER.pack(MAGIC, VERSION, flags, 0, base.digest, contents.round)
     crc = zlib.crc32(body, zlib.crc32(head[_CRC_AT.stop :], zlib.crc32(head[: _CRC_AT.start])))
     return HEADER.pack(MAGIC, VERSION, flags, crc, base.digest, contents.round) + body
-
-
-def _sized(data: bytes) -> bytes:
-    return write_varint(len(data)) + data
 
 
 def _write_dtypes(layout: Layout) -> bytes:
@@ -131,7 +127,7 @@ def _write_verbatim(contents: Contents) -> bytes:
     arrays = [contents.verbatim[t.name] for t in tensors]
     raw = b"".join(a.astype(a.dtype.newbyteorder("<"), copy=False).tobytes() for a in arrays)
     small = zlib.compress(raw, 9)
-    return b"\1" + _sized(small) if len(small) + 2 < len(raw) else b"\0" + raw
+    return b"\1" + sized(small) if len(small) + 2 < len(raw) else b"\0" + raw
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

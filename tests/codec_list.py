@@ -22,6 +22,7 @@ CODECS: list[Codec] = [
     Uniform(1, block=1, affine=True),
     Uniform(4, block=32, affine=True, rounding="stochastic"),
     Sign(),
+    Sign("plus"),
     TopK(0.1),
     TopK(k=3, values=Uniform(8)),
     TopK(0.3, values=Uniform(4, block=8), scope="tensor"),

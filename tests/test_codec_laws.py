@@ -27,7 +27,7 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 def through_wire(codec: Codec, x: Vector, layout: Layout, seed: int = 0) -> Vector:
     """One round trip of a vector through the frame."""
-    plan = Plan(codec, min_size=0)
+    plan = Plan(codec, min_size=0, gentle_share=0)
     parts = codec.encode(x, layout, rng(seed))
     frame = wire.pack(wire.Contents(plan, layout, 1, [parts] if layout.tensors else [], {}), layout)
     (back,) = wire.unpack(frame, layout, plan=plan).parts
@@ -158,7 +158,7 @@ def test_law_5_feedback_refuses_what_diverges(codec: Codec) -> None:
 def test_law_7_damaged_frames_are_refused(codec: Codec) -> None:
     layout = Layout((Tensor("a", (6, 7)),))
     x = np.random.default_rng(6).standard_normal(42, np.float32)
-    plan = Plan(codec, min_size=0)
+    plan = Plan(codec, min_size=0, gentle_share=0)
     frame = wire.pack(wire.Contents(plan, layout, 1, [codec.encode(x, layout, rng())], {}), layout)
     for length in range(len(frame)):
         with pytest.raises(fedcomp.FrameError):

@@ -118,7 +118,7 @@ def test_error_feedback_is_refused_where_it_diverges() -> None:
 
 
 def test_unknown_experiments_list_the_shipped_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown experiment 'cifar'.*mnist-cnn, mnist-mlp"):
+    with pytest.raises(ConfigError, match=r"unknown experiment 'cifar'.*mnist-cnn, mnist-mlp"):
         load_experiment("cifar")
     (tmp_path / "latin.toml").write_bytes(b"# \xe9")
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -1,6 +1,7 @@
 """Results: the JSON contract, the comparison with the uncompressed twin, table and plot."""
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,10 @@ BOTH = make_results(
 )
 
 
-def render(results: Results) -> str:
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
-    console.print(table(results))
-    return console.export_text()
+def render(results: Results, width: int = 200) -> str:
+    page = StringIO()
+    Console(width=width, file=page).print(table(results, narrow=width < 100))
+    return page.getvalue()
 
 
 def test_json_has_exactly_the_agreed_keys() -> None:
@@ -72,7 +73,7 @@ def test_methods_are_compared_with_the_twin_of_the_same_seed() -> None:
     assert sign.ratio == 32
     text = render(BOTH)
     assert "sign [EF]" in text
-    assert "-2.0 (-3.0 to -1.0)" in text
+    assert "-2.0 (-3.0, -1.0)" in text
     assert "83.0 ± 5.7" in text
     assert "32x" in text
     assert "failed" not in text
@@ -94,6 +95,13 @@ def test_float32_with_feedback_is_no_twin() -> None:
     assert not Method("x", "float16").uncompressed
 
 
+def test_a_narrow_terminal_gets_no_codec_column() -> None:
+    lines = render(BOTH, 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "codec" not in lines[2]
+    assert any("sign [EF]" in line and "-2.0 (-3.0, -1.0)" in line for line in lines)
+
+
 def test_failures_are_shown() -> None:
     text = render(make_results(make_run(FLOAT32, 0, 0.8, 4000), make_run(SIGN, 0, 0.8, 0, failures=40)))
     assert "failed" in text
@@ -108,7 +116,7 @@ def test_bytes_are_written_with_decimal_units() -> None:
         "1 kB",
         "12.3 kB",
         "123 kB",
-        "1,000 kB",
+        "1 MB",
         "2.5 GB",
         "12,000 GB",
     ]

@@ -1,7 +1,9 @@
 """Whole runs: the same results everywhere, and what happens when clients fail."""
 
+import multiprocessing
+import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +16,7 @@ from fedcomp_simulations.experiment import Experiment, Method
 from fedcomp_simulations.grid import InProcessGrid, run_in_process
 from fedcomp_simulations.ledger import Ledger
 from fedcomp_simulations.runner import Progress, run_experiment, run_one
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 
 from fedcomp.errors import ConfigError, FedcompError
 
@@ -32,11 +34,23 @@ TINY = Experiment(
 )
 
 
+Next = Callable[[Message, Context], Message]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two threads for tiny layers wait for each other, for minutes on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def silent(progress: Progress) -> None:
     pass
 
 
-def passing(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+def passing(message: Message, context: Context, call_next: Next) -> Message:
     return call_next(message, context)
 
 
@@ -56,8 +70,10 @@ def unpack(arrays: ArrayRecord) -> dict[str, np.ndarray]:
 
 def test_results_do_not_depend_on_the_number_of_workers() -> None:
     seen: list[Progress] = []
+    environment = dict(os.environ)
     alone = run_experiment(TINY, workers=1)
     spread = run_experiment(TINY, workers=2, on_progress=seen.append)
+    assert os.environ == environment
     assert [replace(run, seconds=0) for run in alone.runs] == [replace(run, seconds=0) for run in spread.runs]
     assert [(run.method.name, run.seed) for run in alone.runs] == [
         ("float32", 0),
@@ -92,31 +108,31 @@ def test_training_learns() -> None:
     assert result.warnings == ()
 
 
-def test_all_methods_of_a_seed_see_the_same_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_methods_of_a_seed_see_the_same_clients() -> None:
     cohorts: dict[str, list[int]] = {}
     for method in (FLOAT32, SIGN):
+        seen = cohorts.setdefault(method.name, [])
 
-        def note(
-            message: Message, context: Context, call_next: Callable[..., Message], name: str = method.name
-        ) -> Message:
-            cohorts.setdefault(name, []).append(int(context.node_config["partition-id"]))
-            random.random()  # must not matter... only between rounds of one run would it
+        def note(message: Message, context: Context, call_next: Next, seen: list[int] = seen) -> Message:
+            seen.append(int(context.node_config["partition-id"]))
             return call_next(message, context)
 
-        run_in_process(server_app(TINY, method, 0, lambda outcome: None), client_app(TINY, 0, note), TINY.clients)
+        server = server_app(TINY, method, 0, lambda outcome: None)
+        run_in_process(server, client_app(TINY, 0, note), TINY.clients)
     assert cohorts["float32"] == cohorts["sign + EF"]
     assert len(cohorts["float32"]) == 12
 
 
 def test_the_global_generator_and_threads_are_put_back() -> None:
     random.seed(5)
-    before, threads = random.getstate(), torch.get_num_threads()
+    torch.set_num_threads(2)
+    before = random.getstate()
     run_one(replace(TINY, rounds=1), FLOAT32, 0, silent)
     assert random.getstate() == before
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 2
 
 
-def fail_one(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+def fail_one(message: Message, context: Context, call_next: Next) -> Message:
     if context.node_config["partition-id"] == 3:
         raise OSError("sensor unplugged")
     return call_next(message, context)
@@ -125,7 +141,7 @@ def fail_one(message: Message, context: Context, call_next: Callable[[Message, C
 def test_a_failing_client_is_counted_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     mod = CompressMod(store=MemoryStore())
 
-    def either(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+    def either(message: Message, context: Context, call_next: Next) -> Message:
         return mod(message, context, lambda m, c: fail_one(m, c, call_next))
 
     monkeypatch.setattr(runner, "CompressMod", lambda store: either)
@@ -136,7 +152,7 @@ def test_a_failing_client_is_counted_and_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_round_without_any_usable_reply_keeps_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+    def fail(message: Message, context: Context, call_next: Next) -> Message:
         raise OSError("all down")
 
     monkeypatch.setattr(runner, "CompressMod", lambda store: fail)
@@ -160,19 +176,10 @@ def test_the_cnn_and_iid_run_too() -> None:
 
 def test_the_number_of_nodes_must_fit() -> None:
     with InProcessGrid(client_app(TINY, 0, passing), 21) as grid:
-        messages = list(make_strategy(TINY).configure_train(1, start_record(), config_record(), grid))
+        start = apps.to_record(models.initial_arrays("mlp", 0))
+        messages = make_strategy(TINY).configure_train(1, start, ConfigRecord(), grid)
         replies = grid.send_and_receive(messages)
-    assert "the experiment has 20 clients, but 21 nodes run it" in replies[0].error.reason
-
-
-def start_record() -> ArrayRecord:
-    return apps.to_record(models.initial_arrays("mlp", 0))
-
-
-def config_record():  # type: ignore[no-untyped-def]
-    from flwr.app import ConfigRecord
-
-    return ConfigRecord()
+    assert "the experiment has 20 clients, but 21 nodes run it" in str(replies[0].error.reason)
 
 
 def test_mistakes_inside_workers_reach_the_caller() -> None:
@@ -189,14 +196,12 @@ def test_an_exception_in_the_progress_callback_ends_the_workers() -> None:
         run_experiment(replace(TINY, rounds=500), workers=2, on_progress=refuse)
 
 
-def test_a_dead_worker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_worker_is_reported() -> None:
     with pytest.raises(FedcompError, match="a worker process died"):
         run_experiment(replace(TINY, rounds=500), workers=2, on_progress=kill_a_worker)
 
 
 def kill_a_worker(progress: Progress) -> None:
-    import multiprocessing
-
     for child in multiprocessing.active_children():
         child.kill()
 

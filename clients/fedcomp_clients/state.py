@@ -69,7 +69,7 @@ class FileStore:
         """The stored residual. A damaged file counts as none, with a warning."""
         path = self._path(run_id, node)
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 names = [str(name) for name in stored["names"]]
                 return {name: stored[f"r{index}"] for index, name in enumerate(names)}
         except FileNotFoundError:

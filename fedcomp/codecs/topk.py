@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from fedcomp import _validate
 from fedcomp.codec import Codec, Index, Parts, Positions, Schema, nested, put_below, register, take_below
 from fedcomp.codecs.identity import Identity
+from fedcomp.codecs.uniform import Uniform
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
 
 _FLOAT32 = Identity()
+_FOUR_BITS = Uniform(4)
 
 
 @register
@@ -52,7 +54,7 @@ class TopK(Codec):
         if bool(self.fraction) == bool(self.k):
             raise ConfigError(f"topk: give either fraction or k, got fraction={self.fraction!r}, k={self.k!r}")
         if self.fraction:
-            _validate.number(above=0, upto=1, fraction=self.fraction)
+            _validate.number(low=0, high=1, above=True, fraction=self.fraction)
         else:
             _validate.integer(low=1, k=self.k)
         _validate.instance(kind=Codec, values=self.values)
@@ -65,6 +67,11 @@ class TopK(Codec):
     @property
     def contractive(self) -> bool:
         return self.values.contractive
+
+    @property
+    def gentle(self) -> Codec | None:
+        """Below one value in sixteen, small layers get four bits a value."""
+        return _FOUR_BITS if 0 < self.fraction < 1 / 16 and self.scope == "global" else None
 
     def kept(self, size: int) -> int:
         """How many of `size` values are kept."""

@@ -143,7 +143,7 @@ def _levels(size: int, affine: bool) -> tuple[Vector, Vector]:
 
 def _ratio(x: Vector, high: Vector) -> NDArray[np.float32]:
     """(x + high) / (2 high) in float32; one half, the level of zero, where high is 0."""
-    t: NDArray[np.float32] = x / np.where(high == 0, np.float32(1), high)
+    t: NDArray[np.float32] = x / (high + (high == 0))
     t *= np.float32(0.5)
     t += np.float32(0.5)
     return t

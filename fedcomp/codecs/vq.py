@@ -24,12 +24,14 @@ from numpy.typing import NDArray
 from fedcomp import _validate
 from fedcomp.blocks import block_count
 from fedcomp.codec import Codec, Count, Floats, Index, Parts, Schema, Symbols, register, symbol_dtype
+from fedcomp.codecs.uniform import Uniform
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
 
 _MAX = np.finfo(np.float32).max
 _FLOAT16_MAX = float(np.finfo(np.float16).max)
 _PER_OCTAVE = 4
+_FOUR_BITS = Uniform(4)
 _WORK = 1 << 18
 """Distances computed at a time (1 MB), whatever the number of groups: the full matrix is never built."""
 
@@ -135,6 +137,11 @@ class VectorQuantizer(Codec):
     @property
     def contractive(self) -> bool:
         return True
+
+    @property
+    def gentle(self) -> Codec | None:
+        """Small layers get four bits a value."""
+        return _FOUR_BITS
 
     def adapt(self, update: Vector, layout: Layout, rng: np.random.Generator) -> Codec:
         """With shared=True: the codec with a codebook trained on the last mean update."""

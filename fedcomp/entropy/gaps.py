@@ -5,10 +5,10 @@ byte tells the form:
 
     0-3  Rice codes of the gaps (S. Golomb, "Run-length encodings", 1966; R. Rice, JPL 79-22, 1979): low bits packed,
          then all unary parts, as two planes; the mode is the parameter minus one derived from (n, k)
-    4    the bitmap itself
-    5    the bitmap's bytes through rANS, for dense sets, where a Rice code loses up to 4 %. The table is that of
+         (with parameter 0 this is the bitmap itself)
+    4    the bitmap's bytes through rANS, for dense sets, where a Rice code loses up to 4 %. The table is that of
          independent bits with probability k / n, which both sides compute
-    6    gap classes (two mantissa bits below the leading one) as a stream of symbols, then the remaining bits raw
+    5    gap classes (two mantissa bits below the leading one) as a stream of symbols, then the remaining bits raw
 """
 
 from functools import lru_cache
@@ -22,7 +22,7 @@ from fedcomp.entropy.bits import BitReader, BitWriter, pack_bits, unpack_bits
 from fedcomp.errors import ConfigError, FrameError
 
 _RICE_CHOICES = 4
-_BITMAP, _BERNOULLI, _CLASSES = range(4, 7)
+_BITMAP, _CLASSES = range(4, 6)
 _MAX_UNIVERSE = 1 << 40
 _DENSE = 16  # bitmaps are for sets with at least 1/16 of the universe
 _PRECISION = 15  # of the Bernoulli table
@@ -35,7 +35,7 @@ def encode_positions(positions: NDArray[np.int64], universe: int) -> bytes:
     Raises ConfigError when positions are not that.
 
     >>> encode_positions(np.array([3, 5], np.int64), 10).hex()
-    '014500'
+    '021b'
     """
     _check(positions, universe)
     count = positions.size
@@ -46,7 +46,7 @@ def encode_positions(positions: NDArray[np.int64], universe: int) -> bytes:
     gaps = np.diff(positions, prepend=-1) - 1
     forms = [_encode_rice(gaps, universe)]
     if count * _DENSE >= universe:
-        forms += _encode_bitmaps(positions, universe, len(forms[0]))
+        forms += _encode_bitmap(positions, universe, len(forms[0]))
     forms += _encode_classes(gaps, universe, min(map(len, forms)))
     return min(forms, key=len)
 
@@ -74,8 +74,8 @@ def decode_positions(data: bytes | memoryview, count: int, universe: int) -> tup
     elif mode == _CLASSES:
         gaps, used = _decode_classes(body, count, universe)
         positions = np.cumsum(gaps + 1) - 1
-    elif mode in (_BITMAP, _BERNOULLI) and count * _DENSE >= universe:
-        positions, used = _decode_bitmap(body, count, universe, mode)
+    elif mode == _BITMAP and count * _DENSE >= universe:
+        positions, used = _decode_bitmap(body, count, universe)
     else:
         raise FrameError(f"positions: expected a known form, got mode byte {mode}; damaged")
     # Gaps stay below 2**42, so a sum that overflows is negative somewhere before it could turn valid again.
@@ -141,41 +141,34 @@ def _decode_rice(body: memoryview, count: int, universe: int, choice: int) -> tu
     return high << parameter | low, start + used
 
 
-def _encode_bitmaps(positions: NDArray[np.int64], universe: int, limit: int) -> list[bytes]:
-    """The bitmap, and its bytes through rANS if that may take less than 99.5 % of both `limit` bytes and the bitmap."""
+def _encode_bitmap(positions: NDArray[np.int64], universe: int, limit: int) -> list[bytes]:
+    """The bitmap through rANS, if that promises less than 99.5 % of `limit` bytes."""
     members = np.zeros(universe, np.bool_)
     members[positions] = True
     bitmap = np.packbits(members, bitorder="little")
-    plain = bytes([_BITMAP]) + bitmap.tobytes()
     table = _bernoulli(positions.size, universe)
     bits = table.cost(np.bincount(bitmap, minlength=256)) >> models.COST_SHIFT
-    if 8 + bits + rans.lane_bits(bitmap.size, bits) >= 8 * min(limit, len(plain)) * 199 // 200:
-        return [plain]
-    return [plain, bytes([_BERNOULLI]) + rans.encode(bitmap, table, bits)]
+    if 8 + bits + rans.lane_bits(bitmap.size, bits) >= 8 * limit * 199 // 200:
+        return []
+    return [bytes([_BITMAP]) + rans.encode(bitmap, table, bits)]
 
 
-def _decode_bitmap(body: memoryview, count: int, universe: int, mode: int) -> tuple[NDArray[np.int64], int]:
+def _decode_bitmap(body: memoryview, count: int, universe: int) -> tuple[NDArray[np.int64], int]:
     """(positions, bytes consumed)."""
-    used = -(-universe // 8)
-    if mode == _BITMAP:
-        bitmap: NDArray[np.uint8 | np.uint16] = np.frombuffer(body[:used], np.uint8)
-        if bitmap.size < used:
-            raise FrameError(f"positions: expected a bitmap of {used} bytes, got {bitmap.size}; truncated")
-    else:
-        bitmap, used = rans.decode(body, used, _bernoulli(count, universe), np.uint8)
-    positions = np.flatnonzero(np.unpackbits(bitmap.astype(np.uint8), bitorder="little")).astype(np.int64)
+    bitmap, used = rans.decode(body, -(-universe // 8), _bernoulli(count, universe), np.uint8)
+    positions = np.flatnonzero(np.unpackbits(bitmap.astype(np.uint8, copy=False), bitorder="little"))
     if positions.size != count:
         raise FrameError(f"positions: expected a bitmap of {count} members, got {positions.size}; damaged")
-    return positions, used
+    return positions.astype(np.int64, copy=False), used
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=16)  # per-tensor streams often share (count, universe)
 def _bernoulli(count: int, universe: int) -> models.Table:
     """The table of a byte of eight independent bits, each set with probability count / universe; in integers."""
     weights = [count**ones * (universe - count) ** (8 - ones) for ones in range(9)]
     scaled = np.array([max((weight << 44) // universe**8, 1) for weight in weights], np.int64)
     ones = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1)
-    return models.Table(np.arange(256), models.normalise(scaled[ones], _PRECISION), _PRECISION)
+    return models.Table(np.arange(256, dtype=np.int64), models.normalise(scaled[ones], _PRECISION), _PRECISION)
 
 
 def _encode_classes(gaps: NDArray[np.int64], universe: int, limit: int) -> list[bytes]:

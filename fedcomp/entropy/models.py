@@ -69,8 +69,8 @@ def normalise(counts: NDArray[np.int64], precision: int) -> NDArray[np.int64]:
     return frequencies
 
 
-def fit(counts: NDArray[np.int64]) -> Table | None:
-    """The table for a histogram (size,) that makes stream and table together shortest; None above 2**16 symbols.
+def fit(counts: NDArray[np.int64]) -> Table:
+    """The table for a histogram (size,), size <= 2**16, that makes stream and table together shortest.
 
     Every bit of precision costs about one bit a symbol in the table and cuts the loss in the stream; both change
     smoothly, so the precision climbs from below until a step gains less than 1/2048 of the stream (a larger table
@@ -78,25 +78,22 @@ def fit(counts: NDArray[np.int64]) -> Table | None:
     """
     symbols = np.flatnonzero(counts)
     counts = counts[symbols]
-    used = symbols.size
-    least = (used - 1).bit_length()
-    if least > MAX_PRECISION:
-        return None
-    guess = (used * int(counts.sum())).bit_length() // 2 - 2  # a step or two below the usual best
-    best, best_cost = None, 0
+    least = (symbols.size - 1).bit_length()
+    guess = (symbols.size * int(counts.sum())).bit_length() // 2 - 2  # a step or two below the usual best
+    costs: list[int] = []
+    tables: list[Table] = []
     for precision in range(min(max(guess, least), MAX_PRECISION), MAX_PRECISION + 1):
-        table = Table(symbols, normalise(counts, precision), precision)
-        cost = table.cost(counts) + ((used * precision) << COST_SHIFT)
-        if best is not None and cost >= best_cost - (best_cost >> 11):
-            break
-        best, best_cost = table, cost
-    return best
+        tables.append(Table(symbols, normalise(counts, precision), precision))
+        costs.append(tables[-1].cost(counts) + ((symbols.size * precision) << COST_SHIFT))
+        if len(costs) > 1 and costs[-1] >= costs[-2] - (costs[-2] >> 11):
+            return tables[-2]
+    return tables[-1]
 
 
 def table_bits(used: int, size: int, count: int) -> int:
     """Rough bits of a table, rather too few: about half log2 of the mean count for each used symbol, and half of what
     a random choice of used symbols would need (they cluster)."""
-    which = entropy_cost(np.array([used, size - used])) >> COST_SHIFT if used < size else 0
+    which = entropy_cost(np.array([used, size - used], np.int64)) >> COST_SHIFT if used < size else 0
     return (which + used * ((count // used).bit_length() + 1)) // 2
 
 
@@ -104,7 +101,7 @@ def write_table(table: Table, size: int) -> bytes:
     """Write a table over the alphabet [0, size); its precision is not included."""
     writer = BitWriter()
     used = table.symbols.size
-    writer.put_bounded(np.array([used - 2]), np.array([size - 2]))
+    writer.put_bounded(np.array([used - 2], np.int64), np.array([size - 2], np.int64))
     edges = np.concatenate([[-1], table.symbols, [size]])
     _put_composition(writer, np.diff(edges) - 1)
     _put_composition(writer, table.frequencies - 1)
@@ -117,7 +114,7 @@ def read_table(data: bytes | memoryview, size: int, precision: int, count: int) 
     Raises FrameError when it is truncated, its padding is not zero, or it uses more symbols than there can be.
     """
     reader = BitReader(data)
-    used = 2 + int(reader.take_bounded(np.array([size - 2]))[0])
+    used = 2 + int(reader.take_bounded(np.array([size - 2], np.int64))[0])
     if used > min(count, 1 << precision):
         limit = min(count, 1 << precision)
         raise FrameError(f"frequency table: expected at most {limit} symbols, got {used}; damaged")
@@ -136,7 +133,7 @@ def _levels(length: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64],
 
 
 def _put_composition(writer: BitWriter, parts: NDArray[np.int64]) -> None:
-    sums = np.concatenate([[0], np.cumsum(parts)])
+    sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(parts)])
     for left, middle, right in _levels(parts.size):
         writer.put_bounded(sums[middle] - sums[left], sums[right] - sums[left])
 

@@ -94,7 +94,7 @@ def _encode_piece(states: NDArray[np.uint32], shares: NDArray[np.uint32], precis
         step = slice(first, first + width)
         limit = limits[step]
         lanes = states[: limit.size]
-        full = np.flatnonzero(lanes >= limit)
+        full = (lanes >= limit).nonzero()[0]  # flatnonzero would cost more than the step
         if full.size:
             high = lanes[full]
             words.push(high)
@@ -123,7 +123,7 @@ def _decode_piece(
         lanes *= shares >> _WORD
         shares &= _LOW
         lanes += shares
-        low = np.flatnonzero(lanes < floor)
+        low = (lanes < floor).nonzero()[0]
         if low.size:
             lanes[low] = (lanes[low] << _WORD) | words.take(low.size)
 

@@ -95,10 +95,8 @@ def _encode_packed(symbols: Symbols, size: int) -> bytes:
 
 
 def _encode_rans(symbols: Symbols, size: int, counts: NDArray[np.int64], limit: int) -> list[bytes]:
-    """The rANS form, unless its table does not exist or the estimate is above `limit` bytes."""
+    """The rANS form, unless its estimate is above `limit` bytes."""
     table = models.fit(counts)
-    if table is None:
-        return []
     header = bytes([_RANS | (table.precision - 1) << 4]) + models.write_table(table, size)
     bits = table.cost(counts[table.symbols]) >> models.COST_SHIFT
     if len(header) + (bits + rans.lane_bits(symbols.size, bits)) // 8 > limit + limit // 200:

@@ -153,8 +153,9 @@ def _train(model: torch.nn.Module, x: Tensor, y: Tensor, experiment: Experiment,
     loss_sum = 0.0
     for _ in range(experiment.local_epochs):
         loss_sum = 0.0
-        order = torch.from_numpy(rng.permutation(len(y)))
-        for batch in order.split(experiment.batch):
+        order = rng.permutation(len(y))
+        for start in range(0, len(y), experiment.batch):
+            batch = torch.from_numpy(order[start : start + experiment.batch])
             loss = functional.cross_entropy(model(x[batch]), y[batch])
             gradients = torch.autograd.grad(loss, weights)
             with torch.no_grad():

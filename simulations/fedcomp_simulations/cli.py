@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return commands.run(arguments)
     except KeyboardInterrupt:
-        return _say("interrupted", EXIT_INTERRUPTED)
+        return EXIT_INTERRUPTED
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing in OWN:  # our own fault, not an extra that was left out

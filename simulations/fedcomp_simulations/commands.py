@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, Field, replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import click
 import typer
@@ -16,15 +16,13 @@ import fedcomp
 from fedcomp import wire
 from fedcomp.codec import codec_fields
 from fedcomp.errors import ConfigError, FedcompError
-from fedcomp_simulations import experiment as experiments
-from fedcomp_simulations.cli import EXIT_ERROR, EXIT_MISTAKE
-
-if TYPE_CHECKING:
-    from fedcomp_simulations.experiment import Experiment
-    from fedcomp_simulations.report import Results
+from fedcomp_simulations.cli import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_MISTAKE
+from fedcomp_simulations.experiment import Experiment, load_experiment, with_codecs
+from fedcomp_simulations.report import Results, table
 
 ALIASES = ("float32", "float16", "int8", "int4")
 MAX_WARNINGS = 10
+NARROW = 110
 PLAIN_WIDTH = 140  # of a table that goes to a file or pipe
 DEFAULT_EXPERIMENT = "mnist-mlp"
 
@@ -38,8 +36,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         code = command.main(args=arguments, prog_name="fedcomp", standalone_mode=False)
     except click.ClickException as error:
         return _say(error.format_message(), EXIT_MISTAKE)
-    except click.Abort:  # how click passes on Ctrl-C
-        raise KeyboardInterrupt from None
+    except click.Abort:  # Ctrl-C in older versions of typer; newer ones return the code themselves
+        return EXIT_INTERRUPTED
     except FedcompError as error:
         return _say(str(error), EXIT_MISTAKE)
     except OSError as error:
@@ -72,9 +70,7 @@ def _root(
 
 @app.command()
 def simulate(
-    name: Annotated[
-        str, typer.Argument(metavar="[EXPERIMENT]", help="A shipped experiment or the path of a TOML file.")
-    ] = DEFAULT_EXPERIMENT,
+    name: Annotated[str, typer.Argument(metavar="EXPERIMENT")] = DEFAULT_EXPERIMENT,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file too.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for plot and results; default results/<experiment>.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Train for this many rounds.")] = None,
@@ -85,8 +81,11 @@ def simulate(
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes; default 2, or 1 on one processor.")] = None,
 ) -> None:
-    """Measure which accuracy each codec reaches for how many uploaded bytes."""
-    experiment = _adapt(experiments.load_experiment(name), rounds, seeds, codec)
+    """Measure which accuracy each codec reaches for how many uploaded bytes.
+
+    EXPERIMENT is the name of a shipped experiment or the path of a TOML file.
+    """
+    experiment = _adapt(load_experiment(name), rounds, seeds, codec)
     if workers is not None and workers < 1:
         raise ConfigError(f"--workers: expected at least 1, got {workers}")
     folder = out or Path("results", experiment.name)
@@ -97,13 +96,13 @@ def simulate(
     _write(results, folder, json_file)
 
 
-def _adapt(experiment: "Experiment", rounds: int | None, seeds: str | None, codecs: list[str] | None) -> "Experiment":
+def _adapt(experiment: Experiment, rounds: int | None, seeds: str | None, codecs: list[str] | None) -> Experiment:
     """Apply the options that replace a part of the experiment."""
     if rounds is not None:
         experiment = replace(experiment, rounds=rounds)
     if seeds is not None:
         experiment = replace(experiment, seeds=_parse_seeds(seeds))
-    return experiments.with_codecs(experiment, codecs) if codecs else experiment
+    return with_codecs(experiment, codecs) if codecs else experiment
 
 
 def _parse_seeds(text: str) -> tuple[int, ...]:
@@ -135,7 +134,8 @@ def _probe_file(path: Path) -> None:
         raise ConfigError(f"--json: cannot write {path}: {error.strerror}") from error
 
 
-def _run(experiment: "Experiment", workers: int | None) -> "Results":
+def _run(experiment: Experiment, workers: int | None) -> Results:
+    import fedcomp_simulations.plot  # noqa: F401  (if matplotlib is missing, say so before the run)
     from fedcomp_simulations.display import Display
     from fedcomp_simulations.runner import default_workers, run_experiment
 
@@ -153,16 +153,15 @@ def _warn(warnings: list[str]) -> None:
         print(f"fedcomp: and {len(warnings) - MAX_WARNINGS} more warnings", file=sys.stderr)
 
 
-def _write(results: "Results", folder: Path, json_file: Path | None) -> None:
+def _write(results: Results, folder: Path, json_file: Path | None) -> None:
     from fedcomp_simulations.plot import save_plot
-    from fedcomp_simulations.report import table
 
     text = json.dumps(results.to_json(), indent=1) + "\n"
     for path in (folder / "results.json", *([json_file] if json_file else [])):
         path.write_text(text, "utf-8")
     save_plot(results, folder / "accuracy.png")
     console = _console()
-    console.print(table(results))
+    console.print(table(results, narrow=console.width < NARROW))
     console.print(f"plot: {folder / 'accuracy.png'}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"results: {folder / 'results.json'}", highlight=False, markup=False, soft_wrap=True)
 
@@ -192,8 +191,8 @@ def _parameter(entry: Field[Any]) -> str:
 
 
 @app.command()
-def inspect(frame: Annotated[Path, typer.Argument(help="A file that holds one frame.")]) -> None:
-    """Describe an encoded upload without decoding it."""
+def inspect(frame: Annotated[Path, typer.Argument()]) -> None:
+    """Describe an encoded upload, a file that holds one frame, without decoding it."""
     try:
         data = frame.read_bytes()
     except OSError as error:

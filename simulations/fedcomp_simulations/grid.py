@@ -119,7 +119,7 @@ class InProcessGrid(Grid):
 
     def _answer(self, message: Message) -> Message:
         node_id = message.metadata.dst_node_id
-        request = Message(content=_copy(message.content), metadata=message.metadata)
+        request: Message = Message(content=_copy(message.content), metadata=message.metadata)  # type: ignore[call-overload]
         try:
             reply = self._run_client(request, node_id)
         except Exception as error:  # whatever a client raises must not stop the others

@@ -1,29 +1,15 @@
 """Who uploaded how much: the bytes of a run, summed from what the strategy measured."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
-
-class Traffic(Protocol):
-    """One train round as `Compressed.traffic` lists it. Bytes are payload: measured, without transport."""
-
-    @property
-    def round(self) -> int: ...
-    @property
-    def uploads(self) -> int: ...
-    @property
-    def failures(self) -> int: ...
-    @property
-    def bytes_up(self) -> int: ...
-    @property
-    def bytes_down(self) -> int: ...
+from fedcomp_strategies import RoundTraffic
 
 
 @dataclass(frozen=True)
 class Ledger:
     """The train rounds of one run and their sums."""
 
-    rounds: tuple[Traffic, ...]
+    rounds: tuple[RoundTraffic, ...]
 
     @property
     def bytes_up(self) -> int:

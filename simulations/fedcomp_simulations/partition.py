@@ -57,7 +57,9 @@ def _shares(clients: int, alpha: float, rng: np.random.Generator) -> NDArray[np.
         return shares
     if alpha > 1:
         return np.full(clients, 1 / clients)
-    return np.eye(clients)[rng.integers(clients)]
+    one = np.zeros(clients)
+    one[rng.integers(clients)] = 1
+    return one
 
 
 def _top_up(parts: list[Indices], min_samples: int, rng: np.random.Generator) -> list[Indices]:

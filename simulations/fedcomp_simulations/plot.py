@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from fedcomp_simulations.report import Results, RunResult, format_bytes
 
-# Okabe and Ito: told apart by colour-blind readers too. Grey is for the uncompressed twin.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-GREY = "#444444"
+# After Okabe and Ito, told apart by colour-blind readers too; darker where names would be faint on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#8E4585", "#B07500", "#3D93C6")
+GREY = "#444444"  # the uncompressed twin
+TAIL = 10  # points of a curve that its name must not cover
 LINE_HEIGHT = 15  # pixels kept between two labels at 100 dpi
 
 
@@ -36,7 +37,7 @@ def save_plot(results: Results, path: Path) -> None:
 
 
 def _draw(axes: Axes, runs: list[RunResult], colour: str) -> tuple[float, float] | None:
-    """Draw one method and return where its line ends, or nothing if it never uploaded."""
+    """Draw one method and return the place of its name, at the end of its line; none if it never uploaded."""
     curves: NDArray[np.float64] = np.array([run.accuracy_curve for run in runs], dtype=np.float64)
     sent = curves[:, :, 1].mean(axis=0)  # (rounds,)
     accuracy = 100 * curves[:, :, 2]  # (seeds, rounds)
@@ -48,7 +49,7 @@ def _draw(axes: Axes, runs: list[RunResult], colour: str) -> tuple[float, float]
     axes.fill_between(sent, accuracy.min(axis=0), accuracy.max(axis=0), color=colour, alpha=0.12, linewidth=0)
     axes.plot(sent, mean, color=colour, linewidth=1.8)
     axes.plot(sent[-1:], mean[-1:], "o", color=colour, markersize=5)
-    return float(sent[-1]), float(mean[-1])
+    return float(sent[-1]), float(mean[-TAIL:].max())
 
 
 def _style(axes: Axes, results: Results) -> None:

@@ -89,30 +89,40 @@ def summarize(results: Results) -> list[Summary]:
     return [_summary(method, runs, twins, reference) for method, runs in groups.items()]
 
 
-def table(results: Results) -> Table:
-    """Lay the comparison out for a terminal."""
+def table(results: Results, *, narrow: bool = False) -> Table:
+    """Lay the comparison out for a terminal; a narrow one does without the columns that method names stand for."""
     summaries = summarize(results)
+    columns = {
+        "method": [escape(summary.method.name) for summary in summaries],
+        "codec": [escape(summary.method.codec) for summary in summaries],
+        "feedback": [summary.method.feedback for summary in summaries],
+        "accuracy %": [_accuracy(summary) for summary in summaries],
+        "points vs float32": [_points(summary) for summary in summaries],
+        "B per upload": [f"{summary.payload_per_upload:,.0f}" for summary in summaries],
+        "uploaded": [format_bytes(summary.payload_bytes_up) for summary in summaries],
+        "ratio": [_ratio(summary.ratio) for summary in summaries],
+        "failed": [f"{summary.failures:,}" for summary in summaries],
+    }
+    if narrow:
+        del columns["codec"], columns["feedback"]
+    if not any(summary.failures for summary in summaries):
+        del columns["failed"]
     measured = any(summary.method.uncompressed and summary.payload_per_upload for summary in summaries)
-    with_failures = any(summary.failures for summary in summaries)
-    sheet = Table(title=_title(results), title_justify="left", caption=_caption(measured), caption_justify="left")
-    sheet.add_column("method")
-    sheet.add_column("codec", overflow="fold")
-    sheet.add_column("feedback")
-    ratio = "ratio" if measured else "ratio*"
-    for heading in ("accuracy %", "points vs float32", "B per upload", "uploaded", ratio):
-        sheet.add_column(heading, justify="right", no_wrap=True)
-    if with_failures:
-        sheet.add_column("failed", justify="right", style="red")
-    for summary in summaries:
-        cells = _cells(summary)
-        sheet.add_row(*cells, *([f"{summary.failures:,}"] if with_failures else []))
+    if not measured:
+        columns = {"ratio*" if heading == "ratio" else heading: cells for heading, cells in columns.items()}
+    sheet = Table(title=_title(results), caption=_caption(measured), title_justify="left", caption_justify="left")
+    for heading in columns:
+        text = heading in ("method", "codec", "feedback")
+        sheet.add_column(heading, justify="left" if text else "right", overflow="fold")
+    for row in zip(*columns.values(), strict=True):
+        sheet.add_row(*row)
     return sheet
 
 
 def format_bytes(count: float) -> str:
     """Write a number of bytes with a decimal unit, as data plans are billed."""
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
+        if count < 999.5 or unit == "GB":
             break
         count /= 1000
     return f"{count:,.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
@@ -139,26 +149,17 @@ def _mean_payload(runs: Iterable[RunResult]) -> float:
     return sum(run.payload_bytes_up for run in runs) / uploads if uploads else 0.0
 
 
-def _cells(summary: Summary) -> list[str]:
+def _accuracy(summary: Summary) -> str:
     spread = "" if summary.accuracy_spread is None else f" ± {100 * summary.accuracy_spread:.1f}"
-    return [
-        escape(summary.method.name),
-        escape(summary.method.codec),
-        summary.method.feedback,
-        f"{100 * summary.accuracy:.1f}{spread}",
-        "" if summary.method.uncompressed else _points(summary.points),
-        f"{summary.payload_per_upload:,.0f}",
-        format_bytes(summary.payload_bytes_up),
-        _ratio(summary.ratio),
-    ]
+    return f"{100 * summary.accuracy:.1f}{spread}"
 
 
-def _points(points: tuple[float, ...]) -> str:
-    if not points:
+def _points(summary: Summary) -> str:
+    points = summary.points
+    if summary.method.uncompressed or not points:
         return "-"
-    if len(points) == 1:
-        return f"{points[0]:+.1f}"
-    return f"{fmean(points):+.1f} ({min(points):+.1f} to {max(points):+.1f})"
+    mean, low, high = (f"{round(value, 1) + 0.0:+.1f}" for value in (fmean(points), min(points), max(points)))
+    return mean if len(points) == 1 else f"{mean} ({low}, {high})"  # the + 0.0 turns -0.0 into 0.0
 
 
 def _ratio(ratio: float | None) -> str:
@@ -178,7 +179,7 @@ def _title(results: Results) -> str:
 def _caption(measured: bool) -> str:
     text = (
         "accuracy: mean of the last ten evaluations, ± standard deviation over seeds\n"
-        "points: mean (lowest to highest) over seeds; uploaded: mean over seeds"
+        "points: mean (lowest, highest) over seeds; uploaded: mean over seeds"
     )
     return text if measured else f"{text}\n* against 4 bytes per parameter, as no float32 run was made"
 

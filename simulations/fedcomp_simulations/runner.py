@@ -29,6 +29,7 @@ from fedcomp_simulations.ledger import Ledger
 from fedcomp_simulations.report import Results, RunResult
 
 DRAIN_INTERVAL_S = 0.1
+THREAD_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def _run_in_workers(
     stop = spawn.Event()
     executor = ProcessPoolExecutor(workers, spawn, initializer=_start_worker, initargs=(queue, stop))
     try:
-        with _ignoring_interrupts():  # the workers start here and inherit this
+        with _ignoring_interrupts(), _one_thread_each():  # the workers start here and inherit both
             futures = [executor.submit(_work, experiment, method, seed) for method, seed in tasks]
         _follow(futures, queue, on_progress)
         return [future.result() for future in futures]
@@ -192,6 +193,21 @@ def _ignoring_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Have numpy's and torch's libraries, which read the environment once, use one thread in the workers."""
+    before = {name: os.environ.get(name) for name in THREAD_LIMITS}
+    os.environ.update(dict.fromkeys(THREAD_LIMITS, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 # In either

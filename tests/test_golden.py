@@ -1,0 +1,92 @@
+"""Golden frames: every later version must decode what this one wrote.
+
+A folder `golden/<name>/` holds config.json (the plan), base.npz and model.npz (what was sent and what was decoded then)
+and frame.bin. A missing file fails. `python tests/test_golden.py NAME...` writes new folders, never over an old one.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedcomp
+from fedcomp import Plan
+
+GOLDEN = Path(__file__).parent / "golden"
+
+PLANS: dict[str, dict[str, Any]] = {
+    "identity": {"codec": {"codec": "identity"}},
+    "identity-float16": {"codec": {"codec": "identity", "dtype": "float16"}},
+    "uniform": {"codec": {"codec": "uniform"}},
+    "uniform-block": {"codec": {"codec": "uniform", "bits": 4, "block": 16}},
+    "uniform-1-bit": {"codec": {"codec": "uniform", "bits": 1, "block": 32}},
+    "uniform-affine": {"codec": {"codec": "uniform", "bits": 5, "affine": True, "rounding": "stochastic"}},
+    "sign": {"codec": {"codec": "sign"}},
+    "topk": {"codec": {"codec": "topk", "fraction": 0.02, "values": {"codec": "uniform"}}},
+    "topk-dense": {"codec": {"codec": "topk", "fraction": 0.4, "scope": "tensor", "values": {"codec": "sign"}}},
+    "vq": {"codec": {"codec": "vq", "dim": 2, "size": 16}},
+    "vq-block": {"codec": {"codec": "vq", "dim": 4, "size": 300, "block": 16}},
+    "rules": {"codec": {"codec": "sign"}, "rules": [["*.bias", {"codec": "uniform"}], ["fc2*", None]], "min_size": 0},
+}
+
+
+def example() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A model before and after training: heavy tails, a dead row, integers, and dtypes that change on the way."""
+    random = np.random.default_rng(2026)
+    base: dict[str, Any] = {
+        "fc1.weight": random.standard_normal((50, 40)).astype(np.float32),
+        "fc1.bias": np.zeros(40, np.float32),
+        "fc2.weight": random.standard_normal((40, 3)),
+        "bn.running_var": np.ones(40, np.float32),
+        "steps": np.array(3.0),
+    }
+    new = {n: np.asarray((a + random.standard_normal(a.shape) ** 3 / 50).astype(np.float32)) for n, a in base.items()}
+    new["fc1.weight"][:10] = base["fc1.weight"][:10]
+    new["steps"] = np.array(4)
+    return base, new
+
+
+def write(name: str) -> None:
+    folder = GOLDEN / name
+    folder.mkdir(parents=True)
+    plan, (base, new) = Plan.from_config(PLANS[name]), example()
+    frame = fedcomp.compress(base, new, plan, round=5, rng=fedcomp.generator(1, 5, 3)).frame
+    (folder / "config.json").write_text(json.dumps(PLANS[name]) + "\n")
+    (folder / "frame.bin").write_bytes(frame)
+    np.savez_compressed(folder / "base.npz", **base)
+    model: dict[str, Any] = {**fedcomp.decompress(frame, base)}
+    np.savez_compressed(folder / "model.npz", **model)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_golden_frames_still_decode(name: str) -> None:
+    """c34 c35"""
+    folder = GOLDEN / name
+    plan = Plan.from_config(json.loads((folder / "config.json").read_text()))
+    with np.load(folder / "base.npz") as base, np.load(folder / "model.npz") as expected:
+        model = fedcomp.decompress((folder / "frame.bin").read_bytes(), dict(base), plan=plan, round=5)
+        assert list(model) == list(expected)
+        for tensor in expected:
+            assert model[tensor].dtype == expected[tensor].dtype
+            assert np.array_equal(model[tensor], expected[tensor]), tensor
+
+
+def test_every_codec_has_a_golden_frame() -> None:
+    found = {json.loads((folder / "config.json").read_text())["codec"]["codec"] for folder in GOLDEN.iterdir()}
+    assert found >= set(fedcomp.registered())
+
+
+@pytest.mark.parametrize("name", [n for n in PLANS if not n.startswith("vq")])  # k-means hangs on the matrix product
+def test_the_same_inputs_still_give_the_golden_bytes(name: str) -> None:
+    base, new = example()
+    plan = Plan.from_config(PLANS[name])
+    frame = fedcomp.compress(base, new, plan, round=5, rng=fedcomp.generator(1, 5, 3)).frame
+    assert frame == (GOLDEN / name / "frame.bin").read_bytes()
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[1:]:
+        write(wanted)
