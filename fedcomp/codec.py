@@ -197,6 +197,11 @@ def alias(name: str, text: str) -> None:
     _ALIASES[name] = text
 
 
+def aliases() -> dict[str, str]:
+    """Short names that parse_codec understands, with the text each stands for, in alphabetical order."""
+    return dict(sorted(_ALIASES.items()))
+
+
 def registered() -> dict[str, type[Codec]]:
     """All known codecs by name, in alphabetical order."""
     return dict(sorted(_REGISTRY.items()))

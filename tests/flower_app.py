@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from fedcomp_simulations.grid import InProcessGrid
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
+
+from fedcomp_simulations.grid import InProcessGrid
 
 Model = dict[str, NDArray[Any]]
 Fault = Callable[[Message, Context, int], None]

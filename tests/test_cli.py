@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+import fedcomp
+from fedcomp import Plan, Sign, compress
 from fedcomp_simulations import commands, runner
 from fedcomp_simulations.cli import main
 from fedcomp_simulations.experiment import Experiment
 from fedcomp_simulations.report import Results
-
-import fedcomp
-from fedcomp import Plan, Sign, compress
 
 TINY = """
 dataset = "mnist"

@@ -175,6 +175,22 @@ def test_topk_picks_what_a_stable_sort_picks(x: Vector, k: int) -> None:
     assert largest(x, k).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("kind", ["normal", "ties", "sparse", "sorted", "periodic"])
+@pytest.mark.parametrize("k", [1, 37, 500, 20_000])
+def test_topk_on_large_vectors_picks_the_same_as_a_sort(kind: str, k: int) -> None:
+    x = np.random.default_rng(k).standard_normal(50_000).astype(np.float32)
+    match kind:
+        case "ties":
+            x = np.round(x)
+        case "sparse":
+            x[np.random.default_rng(0).random(x.size) < 0.99] = 0
+        case "sorted":
+            x.sort()
+        case "periodic":  # what a strided sample cannot see
+            x[::12] = 0
+    assert largest(x, k).tolist() == np.sort(np.argsort(-np.abs(x), kind="stable")[:k]).tolist()
+
+
 def test_topk_of_a_constant_tensor_keeps_exactly_k() -> None:
     assert np.flatnonzero(trip(TopK(0.25), np.ones(1000, np.float32))).tolist() == list(range(250))
 

@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fedcomp_clients import CompressMod, MemoryStore
-from fedcomp_simulations.grid import InProcessGrid
-from fedcomp_strategies import Compressed
 from flower_app import CLIENTS, Fault, Model, record, run, start_model, trained
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.mod import arrays_size_mod, fixedclipping_mod, message_size_mod
@@ -33,6 +30,9 @@ from flwr.serverapp.strategy import (
 import fedcomp
 from fedcomp import Identity, Plan, Rule, Sign, TopK, Uniform, VectorQuantizer
 from fedcomp.request import KEY, STYPE
+from fedcomp_clients import CompressMod, MemoryStore
+from fedcomp_simulations.grid import InProcessGrid
+from fedcomp_strategies import Compressed
 
 QUIET: dict[str, Any] = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0}
 

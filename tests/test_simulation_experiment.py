@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from fedcomp.errors import ConfigError, FedcompError
 from fedcomp_simulations import apps, datasets, models
 from fedcomp_simulations.datasets import mnist
 from fedcomp_simulations.experiment import (
@@ -18,8 +20,6 @@ from fedcomp_simulations.experiment import (
     shipped,
     with_codecs,
 )
-
-from fedcomp.errors import ConfigError, FedcompError
 
 SMALL = """
 dataset = "mnist"

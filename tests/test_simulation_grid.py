@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from fedcomp_simulations.grid import FIRST_NODE_ID, RUN_ID, InProcessGrid, run_in_process
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
@@ -15,6 +14,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedcomp.errors import ConfigError
+from fedcomp_simulations.grid import FIRST_NODE_ID, InProcessGrid, run_in_process
 
 Train = Callable[[Message, Context], Message]
 
@@ -121,8 +121,8 @@ def test_unknown_nodes_and_strange_replies_are_errors_too() -> None:
 def test_the_identity_of_the_process_is_put_back(before: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, before)
-    with contextlib.suppress(ZeroDivisionError), InProcessGrid(make_app(count_calls), 1):
-        assert TaskIdentity.run_id == RUN_ID
+    with contextlib.suppress(ZeroDivisionError), InProcessGrid(make_app(count_calls), 1) as grid:
+        assert TaskIdentity.run_id == grid.run.run_id
         raise ZeroDivisionError
     assert TaskIdentity._task_id == TaskIdentity._run_id == TaskIdentity._node_id == before
 

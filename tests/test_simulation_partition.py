@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from fedcomp_simulations.partition import kinds, partition
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcomp.errors import ConfigError
+from fedcomp_simulations.partition import kinds, partition
 
 ALPHAS = st.floats(min_value=5e-324, max_value=1.7e308) | st.floats(min_value=0.01, max_value=100)
 

@@ -10,11 +10,12 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+
 from fedcomp_clients import CompressMod, MemoryStore
 from fedcomp_simulations.apps import RoundOutcome, client_app, server_app
 from fedcomp_simulations.experiment import Experiment, Method
 from fedcomp_simulations.grid import run_in_process
-from numpy.typing import NDArray
 
 METHODS = (Method("float32", "float32"), Method("sign + EF", "sign", "ef"))
 SMALL = Experiment(

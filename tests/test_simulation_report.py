@@ -5,10 +5,11 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
 from fedcomp_simulations.experiment import Method
 from fedcomp_simulations.plot import save_plot
 from fedcomp_simulations.report import Results, RunResult, format_bytes, summarize, table
-from rich.console import Console
 
 FLOAT32 = Method("plain", "float32")
 SIGN = Method("sign [EF]", "sign", "ef")

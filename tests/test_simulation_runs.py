@@ -9,6 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+
+from fedcomp.errors import ConfigError, FedcompError
 from fedcomp_clients import CompressMod, MemoryStore
 from fedcomp_simulations import apps, models, runner
 from fedcomp_simulations.apps import RoundOutcome, client_app, make_strategy, run_strategy, server_app
@@ -16,9 +19,6 @@ from fedcomp_simulations.experiment import Experiment, Method
 from fedcomp_simulations.grid import InProcessGrid, run_in_process
 from fedcomp_simulations.ledger import Ledger
 from fedcomp_simulations.runner import Progress, run_experiment, run_one
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message
-
-from fedcomp.errors import ConfigError, FedcompError
 
 FLOAT32 = Method("float32", "float32")
 SIGN = Method("sign + EF", "sign", "ef")

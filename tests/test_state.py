@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fedcomp_clients import CompressMod, FileStore, MemoryStore, ResidualStore
 
 from fedcomp import FedcompError
+from fedcomp_clients import CompressMod, FileStore, MemoryStore, ResidualStore
 
 RESIDUAL = {"fc.weight": np.ones((2, 3), np.float32), "a/b": np.zeros(0, np.float32), "file": np.array(2.0, np.float32)}
 

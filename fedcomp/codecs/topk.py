@@ -21,6 +21,7 @@ from fedcomp.layout import Layout, Vector
 
 _FLOAT32 = Identity()
 _FOUR_BITS = Uniform(4)
+_SAMPLE = 4096
 
 
 @register
@@ -107,9 +108,24 @@ def largest(x: Vector, k: int) -> NDArray[np.int64]:
     if k >= x.size:
         return np.arange(x.size)
     size = np.abs(x)
-    threshold = np.partition(size, x.size - k)[x.size - k]
+    found = _candidates(size, k)
+    if found is not None:
+        size = size[found]
+    threshold = np.partition(size, size.size - k)[size.size - k]
     above = np.flatnonzero(size > threshold)
-    if above.size == k:
-        return above
     equal = np.flatnonzero(size == threshold)[: k - above.size]
-    return np.sort(np.concatenate([above, equal]))
+    picked = np.sort(np.concatenate([above, equal]))
+    return picked if found is None else found[picked]
+
+
+def _candidates(size: Vector, k: int) -> NDArray[np.int64] | None:
+    """Ascending positions of some values, the k largest with all their ties among them, judged by a sample.
+
+    Partitioning these few is several times faster than partitioning all. None if the sample led astray.
+    """
+    sample = size[:: max(1, size.size // _SAMPLE)]
+    rank = sample.size - 1 - (2 * k * sample.size // size.size + 16)
+    if sample.size == size.size or rank <= 0:
+        return None
+    found = np.flatnonzero(size >= np.partition(sample, rank)[rank])
+    return found if k <= found.size <= size.size // 2 else None

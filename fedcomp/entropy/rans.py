@@ -27,6 +27,7 @@ _MAX_LANES_LOG = 12
 _MAX_WARM_LOG = 6
 _SINGLE = 128  # streams up to this many symbols use one lane and do not say so
 _LANE_BYTES = 128  # one lane for so many bytes keeps their cost near 0.5 % of the stream
+_SHORT_LANES = 64  # up to so many, half the bytes will do: short streams would else be slow for a saving of few bytes
 _PIECE = 1 << 15  # symbols looked up at a time: the tables of a piece stay in the cache
 _WORD = np.uint32(16)
 _LOW = np.uint32(0xFFFF)
@@ -200,8 +201,9 @@ def _choose_lanes(count: int, bits: int) -> tuple[int, int]:
     if count <= _SINGLE:
         return 1, 1
     warm = min((16 * count // max(bits, 1)).bit_length(), _MAX_WARM_LOG)
-    affordable = max(bits // (8 * _LANE_BYTES), 1).bit_length() - 1
-    lanes = max(1 << min(affordable, _MAX_LANES_LOG), _least_lanes(count))
+    nbytes = bits // 8
+    affordable = max(nbytes // _LANE_BYTES, min(2 * nbytes // _LANE_BYTES, _SHORT_LANES), 1)
+    lanes = max(1 << min(affordable.bit_length() - 1, _MAX_LANES_LOG), _least_lanes(count))
     return _phases(count, lanes, 1 << warm)[0][0], 1 << warm
 
 

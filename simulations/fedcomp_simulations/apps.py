@@ -11,7 +11,6 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from fedcomp_strategies import Compressed, RoundTraffic
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
@@ -25,6 +24,7 @@ from fedcomp.errors import ConfigError
 from fedcomp_simulations import datasets, models
 from fedcomp_simulations.experiment import Experiment, Method
 from fedcomp_simulations.partition import partition
+from fedcomp_strategies import Compressed, RoundTraffic
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "fedadagrad": FedAdagrad,

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, replace
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, mkdtemp
 from typing import Annotated, Any
 
 import click
@@ -14,13 +14,12 @@ from rich.console import Console
 
 import fedcomp
 from fedcomp import wire
-from fedcomp.codec import codec_fields
+from fedcomp.codec import aliases, codec_fields
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp_simulations.cli import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_MISTAKE
 from fedcomp_simulations.experiment import Experiment, load_experiment, with_codecs
 from fedcomp_simulations.report import Results, table
 
-ALIASES = ("float32", "float16", "int8", "int4")
 MAX_WARNINGS = 10
 NARROW = 110
 PLAIN_WIDTH = 140  # of a table that goes to a file or pipe
@@ -154,16 +153,27 @@ def _warn(warnings: list[str]) -> None:
 
 
 def _write(results: Results, folder: Path, json_file: Path | None) -> None:
+    """Show the table first, so that not even a disk that has filled up meanwhile can lose the run."""
     from fedcomp_simulations.plot import save_plot
 
-    text = json.dumps(results.to_json(), indent=1) + "\n"
-    for path in (folder / "results.json", *([json_file] if json_file else [])):
-        path.write_text(text, "utf-8")
-    save_plot(results, folder / "accuracy.png")
     console = _console()
     console.print(table(results, narrow=console.width < NARROW))
+    text = json.dumps(results.to_json(), indent=1) + "\n"
+    for path in (folder / "results.json", *([json_file] if json_file else [])):
+        _save(text, path)
+    save_plot(results, folder / "accuracy.png")
     console.print(f"plot: {folder / 'accuracy.png'}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"results: {folder / 'results.json'}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _save(text: str, path: Path) -> None:
+    """Write the results, or else where temporary files go: they took minutes to make."""
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        rescued = Path(mkdtemp(prefix="fedcomp-")) / path.name
+        rescued.write_text(text, "utf-8")
+        raise OSError(f"cannot write {path}: {error.strerror}; the results are in {rescued}") from error
 
 
 def _console() -> Console:
@@ -174,7 +184,7 @@ def _console() -> Console:
 @app.command()
 def codecs() -> None:
     """List the codecs and their parameters."""
-    lines = {short: f"short for {fedcomp.parse_codec(short)}" for short in ALIASES}
+    lines = {short: f"short for {text}" for short, text in aliases().items()}
     for name, kind in fedcomp.registered().items():
         parameters = ", ".join(_parameter(entry) for entry in codec_fields(kind))
         lines[f"{name}({parameters})"] = (kind.__doc__ or "").strip().partition("\n")[0]

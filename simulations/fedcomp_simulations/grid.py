@@ -1,6 +1,7 @@
 """Flower's `Grid` in one process: any strategy against any ClientApp, without Ray, ports or waiting."""
 
 import logging
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
@@ -18,7 +19,6 @@ from fedcomp.errors import ConfigError
 
 UserValue = bool | float | int | str
 
-RUN_ID = 1
 FIRST_NODE_ID = 1_001  # apart from the server's own id
 
 _log = logging.getLogger(__name__)
@@ -41,11 +41,12 @@ class InProcessGrid(Grid):
         if num_nodes < 1:
             raise ConfigError(f"num_nodes: expected at least 1, got {num_nodes}")
         self._app = client_app
-        self._run = Run.create_empty(RUN_ID)
+        run_id = secrets.randbits(63)  # as Flower's engines do: what clients stored in another run is not theirs
+        self._run = Run.create_empty(run_id)
         self._run_config = dict(run_config or {})
         self._contexts = {
             FIRST_NODE_ID + index: Context(
-                run_id=RUN_ID,
+                run_id=run_id,
                 node_id=FIRST_NODE_ID + index,
                 node_config={"partition-id": index, "num-partitions": num_nodes},
                 state=RecordDict(),
@@ -58,7 +59,7 @@ class InProcessGrid(Grid):
         self._identity: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> Self:
-        self._identity = _server_identity()
+        self._identity = _server_identity(self._run.run_id)
         self._identity.__enter__()
         return self
 
@@ -155,14 +156,14 @@ def run_in_process(
     run_config: Mapping[str, UserValue] | None = None,
 ) -> None:
     """Run a whole Flower app in this process, as Flower's `run_simulation` does with Ray."""
-    context = Context(
-        run_id=RUN_ID,
-        node_id=SUPERLINK_NODE_ID,
-        node_config={},
-        state=RecordDict(),
-        run_config=dict(run_config or {}),
-    )
     with InProcessGrid(client_app, num_nodes, run_config) as grid:
+        context = Context(
+            run_id=grid.run.run_id,
+            node_id=SUPERLINK_NODE_ID,
+            node_config={},
+            state=RecordDict(),
+            run_config=dict(run_config or {}),
+        )
         server_app(grid, context)
 
 
@@ -189,11 +190,11 @@ def _copy(records: RecordDict) -> RecordDict:
 
 
 @contextmanager
-def _server_identity() -> Iterator[None]:
+def _server_identity(run_id: int) -> Iterator[None]:
     """Give this process the identity that `Message()` asks for, and put back the former one afterwards."""
     names = ("_task_id", "_run_id", "_node_id")  # the public properties raise while nothing is set
     before = {name: getattr(TaskIdentity, name) for name in names}
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, RUN_ID, SUPERLINK_NODE_ID
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, run_id, SUPERLINK_NODE_ID
     try:
         yield
     finally:

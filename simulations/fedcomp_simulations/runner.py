@@ -18,9 +18,9 @@ from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Event
 
 import torch
-from fedcomp_clients import CompressMod, MemoryStore
 
 from fedcomp.errors import FedcompError
+from fedcomp_clients import CompressMod, MemoryStore
 from fedcomp_simulations import models
 from fedcomp_simulations.apps import RoundOutcome, client_app, server_app
 from fedcomp_simulations.experiment import Experiment, Method
