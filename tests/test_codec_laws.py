@@ -18,7 +18,7 @@ from fedcomp.layout import Vector
 from strategies import MAX, layouts_with_vectors
 
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=IDS)
-law = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+law = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 def rng(seed: int = 0) -> np.random.Generator:

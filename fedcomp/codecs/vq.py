@@ -29,6 +29,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
 
 _MAX = np.finfo(np.float32).max
+_TINY = float(np.finfo(np.float32).tiny)
 _FLOAT16_MAX = float(np.finfo(np.float16).max)
 _PER_OCTAVE = 4
 _FOUR_BITS = Uniform(4)
@@ -229,11 +230,15 @@ def _with_zero(codebook: Vector, dim: int) -> NDArray[np.float32]:
 
 
 def _levels(gain: NDArray[np.float64], top: float) -> NDArray[np.uint8]:
-    """Logarithmic levels of the gains below the top one: 1 is the top, 255 is 2^-63.5 of it, 0 means all zeros."""
-    if top == 0:
+    """Logarithmic levels of the gains below the top one: 1 is the top, 255 is 2^-63.5 of it, 0 means all zeros.
+
+    Gains below float32's normal range count as zero: rounding there could add more error than the values are worth.
+    """
+    if top < _TINY:
         return np.zeros(gain.size, np.uint8)
     below = np.rint(_PER_OCTAVE * np.log2(top / np.maximum(gain, top * 2.0**-70)))
-    return np.where((gain == 0) | (below > 254), 0, below + 1).astype(np.uint8)
+    decoded = top * 2.0 ** (-below / _PER_OCTAVE)
+    return np.where((below > 254) | (decoded < _TINY), 0, below + 1).astype(np.uint8)
 
 
 def _gains(top: Vector, levels: NDArray[np.uint8]) -> Vector:
