@@ -42,11 +42,16 @@ class Floats:
 
 @dataclass(frozen=True)
 class Symbols:
-    """`count` integers in [0, size), size at most 65536, as uint8 (size up to 256) or uint16: entropy coded."""
+    """`count` integers in [0, size), size at most 65536, as uint8 (size up to 256) or uint16: entropy coded.
+
+    With `shapes`, the (rows, columns) of matrices that the symbols fill one after the other (see `matrix_shapes`),
+    each is coded in the context of how busy its row and its column are where that is shorter.
+    """
 
     name: str
     count: int
     size: int
+    shapes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,13 @@ Schema: TypeAlias = Generator[PartSpec, NDArray[Any], None]
 def symbol_dtype(size: int) -> type[np.uint8] | type[np.uint16]:
     """Integer type that parts use for an alphabet of `size` symbols."""
     return np.uint8 if size <= 256 else np.uint16
+
+
+def matrix_shapes(layout: Layout) -> tuple[tuple[int, int], ...]:
+    """Each tensor as (rows, columns): outputs x inputs for the weights of a layer, one row for vectors."""
+    return tuple(
+        (t.shape[0], t.size // t.shape[0]) if len(t.shape) > 1 and t.size else (1, t.size) for t in layout.tensors
+    )
 
 
 def nested(prefix: str, schema: Schema) -> Schema:

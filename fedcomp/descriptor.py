@@ -10,7 +10,7 @@ from typing import Any
 from fedcomp.codec import Codec, codec_fields, registered, settings
 from fedcomp.entropy.bits import read_varint, write_varint
 from fedcomp.errors import ConfigError, FrameError
-from fedcomp.plan import Plan, Rule
+from fedcomp.plan import KINDS, Plan, Rule
 
 _FALSE, _TRUE, _INT, _FLOAT, _TEXT, _CODEC, _DIGEST = range(7)
 _DEPTH = 8
@@ -19,9 +19,16 @@ _LONGEST = 1000
 
 def describe(plan: Plan) -> bytes:
     """The plan as bytes. A shared codebook is named by its digest only."""
-    rules = b"".join(_text(rule.pattern) + (_codec(rule.codec) if rule.codec else b"\0") for rule in plan.rules)
+    rules = b"".join(map(_rule, plan.rules))
     share = b"" if plan.gentle_share == Plan.gentle_share else repr(float(plan.gentle_share)).encode()
     return _codec(plan.codec) + write_varint(plan.min_size) + sized(share) + write_varint(len(plan.rules)) + rules
+
+
+def _rule(rule: Rule) -> bytes:
+    """Pattern, codec (a byte 0 for verbatim), then the other conditions."""
+    codec = _codec(rule.codec) if rule.codec else b"\0"
+    kind = ("", *KINDS).index(rule.kind)
+    return _text(rule.pattern) + codec + bytes([kind]) + write_varint(rule.min_size) + write_varint(rule.max_size)
 
 
 def _text(text: str) -> bytes:
@@ -87,6 +94,12 @@ class _Reader:
         except UnicodeDecodeError:
             raise FrameError("descriptor: a text is not UTF-8") from None
 
+    def kind(self) -> str:
+        index = self.byte()
+        if index > len(KINDS):
+            raise FrameError(f"descriptor: shape kind {index} is unknown")
+        return ("", *KINDS)[index]
+
     def codec(self, depth: int = _DEPTH, *, number: int | None = None) -> Codec:
         number = self.byte() if number is None else number
         cls = next((c for c in registered().values() if c.number == number), None)
@@ -138,7 +151,8 @@ def read_plan(data: bytes) -> Plan:
     rules = []
     for _ in range(reader.varint()):
         pattern, number = reader.text(), reader.byte()
-        rules.append(Rule(pattern, reader.codec(number=number) if number else None))
+        codec_ = reader.codec(number=number) if number else None
+        rules.append(Rule(pattern, codec_, reader.kind(), reader.varint(), reader.varint()))
     if reader.at != len(data):
         raise FrameError(f"descriptor: {len(data) - reader.at} bytes too many")
     try:

@@ -24,17 +24,75 @@ NORMALISATION = ("*running_mean", "*running_var", "*num_batches_tracked", "*norm
 """Names that normalisation layers go by. The weights of a layer with running statistics are found by those instead."""
 
 
+KINDS = ("bias", "convolution", "embedding", "matrix", "normalisation", "vector")
+"""Shape kinds that rules can name: more than two dimensions; two, named like an embedding; other two; normalisation
+layers; one dimension or none; those of them named bias."""
+
+
 @dataclass(frozen=True)
 class Rule:
-    """Tensors whose name matches the shell-style pattern (case counts) get the codec; None: verbatim."""
+    """Tensors that match get the codec; None: verbatim.
+
+    Args:
+        pattern: shell-style pattern of the name (case counts).
+        codec: what they get.
+        kind: only tensors of this kind, see KINDS; "": all.
+        min_size, max_size: only tensors with so many elements; max_size 0: no upper limit.
+    """
 
     pattern: str
     codec: Codec | None
+    kind: str = ""
+    min_size: int = 0
+    max_size: int = 0
 
     def __post_init__(self) -> None:
         _validate.instance(kind=str, pattern=self.pattern)
         if self.codec is not None:
             _validate.instance(kind=Codec, codec=self.codec)
+        _validate.one_of(choices=("", *KINDS), kind=self.kind)
+        _validate.integer(low=0, min_size=self.min_size)
+        _validate.integer(low=0, max_size=self.max_size)
+
+    def matches(self, tensor: Tensor, layout: Layout) -> bool:
+        """Whether the rule is about this tensor of the layout."""
+        return (
+            fnmatchcase(tensor.name, self.pattern)
+            and tensor.size >= self.min_size
+            and (self.max_size == 0 or tensor.size <= self.max_size)
+            and (self.kind == "" or self.kind in kinds_of(tensor, layout))
+        )
+
+    def to_config(self) -> dict[str, Any] | list[Any]:
+        """[pattern, codec], or a mapping where there are more conditions; what is at its default is not written."""
+        codec = to_config(self.codec) if self.codec else None
+        more = {k: getattr(self, k) for k in ("kind", "min_size", "max_size") if getattr(self, k) != getattr(Rule, k)}
+        return {"pattern": self.pattern, "codec": codec, **more} if more else [self.pattern, codec]
+
+    @classmethod
+    def from_config(cls, config: Any) -> "Rule":
+        """Inverse of to_config. Raises ConfigError."""
+        if isinstance(config, Mapping):
+            if unknown := sorted(map(str, config.keys() - {"pattern", "codec", "kind", "min_size", "max_size"})):
+                raise ConfigError(f"rule: unknown keys {unknown}; known: pattern, codec, kind, min_size, max_size")
+            told = {"pattern": "*", "codec": None, **config}
+        elif isinstance(config, list | tuple) and len(config) == 2:
+            told = {"pattern": config[0], "codec": config[1]}
+        else:
+            raise ConfigError("plan: rules: expected a list of [pattern, codec or null] or of mappings")
+        codec = told.pop("codec")
+        return cls(codec=None if codec is None else from_config(codec), **told)
+
+
+def kinds_of(tensor: Tensor, layout: Layout) -> tuple[str, ...]:
+    """The kinds that a tensor is of, by name and shape: one of KINDS, and "vector" beside "bias"."""
+    if _is_normalisation(tensor.name, layout):
+        return ("normalisation",)
+    if len(tensor.shape) > 2:
+        return ("convolution",)
+    if len(tensor.shape) == 2:
+        return ("embedding",) if "emb" in tensor.name.lower() else ("matrix",)
+    return ("vector", "bias") if "bias" in tensor.name.lower() else ("vector",)
 
 
 @dataclass(frozen=True)
@@ -113,7 +171,7 @@ class Plan:
         """JSON-ready description; what is at its default is not written."""
         config: dict[str, Any] = {"codec": to_config(self.codec)}
         if self.rules:
-            config["rules"] = [[r.pattern, to_config(r.codec) if r.codec else None] for r in self.rules]
+            config["rules"] = [rule.to_config() for rule in self.rules]
         for key in ("min_size", "gentle_share"):
             if getattr(self, key) != getattr(Plan, key):
                 config[key] = getattr(self, key)
@@ -126,12 +184,10 @@ class Plan:
             raise ConfigError(f"plan: expected a mapping with the key 'codec', got {str(config)[:80]!r}")
         if unknown := sorted(map(str, config.keys() - {"codec", "rules", "min_size", "gentle_share"})):
             raise ConfigError(f"plan: unknown keys {unknown}; known: codec, rules, min_size, gentle_share")
-        try:
-            rules = tuple(Rule(p, None if c is None else from_config(c)) for p, c in config.get("rules", ()))
-        except (TypeError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError("plan: rules: expected a list of [pattern, codec or null]") from None
+        listed = config.get("rules", ())
+        if not isinstance(listed, list | tuple):
+            raise ConfigError("plan: rules: expected a list of [pattern, codec or null] or of mappings")
+        rules = tuple(map(Rule.from_config, listed))
         rest = {key: config[key] for key in ("min_size", "gentle_share") if key in config}
         return cls(from_config(config["codec"]), rules, **rest)
 
@@ -165,7 +221,7 @@ def _by_rules(plan: Plan, tensor: Tensor, layout: Layout) -> Codec | None:
     if not tensor.is_float:
         return None
     for rule in plan.rules:
-        if fnmatchcase(tensor.name, rule.pattern):
+        if rule.matches(tensor, layout):
             return rule.codec
     if tensor.size < plan.min_size or _is_normalisation(tensor.name, layout):
         return None

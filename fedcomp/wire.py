@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 
 from fedcomp.codec import Count, Floats, Parts, PartSpec, Positions, Schema, Symbols, symbol_dtype
 from fedcomp.descriptor import describe, read_plan, sized
-from fedcomp.entropy import decode_positions, decode_symbols, encode_positions, encode_symbols
+from fedcomp.entropy import (
+    decode_matrices,
+    decode_positions,
+    decode_symbols,
+    encode_matrices,
+    encode_positions,
+    encode_symbols,
+)
 from fedcomp.entropy.bits import read_varint, write_varint
 from fedcomp.errors import FrameError, LayoutError
 from fedcomp.layout import DTYPES, Layout
@@ -107,8 +114,10 @@ def _write_part(part: NDArray[Any], spec: PartSpec) -> bytes:
             return _write_planes(part.astype(np.float16).view(np.uint16))
         case Floats():
             return _write_planes((part.view(np.uint32) >> np.uint32(16)).astype(np.uint16))
-        case Symbols():
+        case Symbols(shapes=()):
             return encode_symbols(part, spec.size)
+        case Symbols():
+            return encode_matrices(part, spec.size, spec.shapes)
         case Positions():
             return encode_positions(part, spec.universe)
         case Count():
@@ -211,6 +220,11 @@ class _Reader:
         self.data = self.data[used:]
         return values
 
+    def matrices(self, count: int, size: int, shapes: tuple[tuple[int, int], ...]) -> NDArray[Any]:
+        values, used = decode_matrices(self.data, count, size, shapes)
+        self.data = self.data[used:]
+        return values
+
     def positions(self, count: int, universe: int) -> NDArray[np.int64]:
         values, used = decode_positions(self.data, count, universe)
         self.data = self.data[used:]
@@ -270,8 +284,10 @@ def _read_part(reader: _Reader, spec: PartSpec) -> NDArray[Any]:
     match spec:
         case Floats():
             return _check_floats(_read_floats(reader, spec), spec)
-        case Symbols():
+        case Symbols(shapes=()):
             return reader.symbols(spec.count, spec.size).astype(symbol_dtype(spec.size), copy=False)
+        case Symbols():
+            return reader.matrices(spec.count, spec.size, spec.shapes)
         case Positions():
             return reader.positions(spec.count, spec.universe)
         case Count():

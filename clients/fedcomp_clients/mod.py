@@ -10,7 +10,8 @@ from functools import lru_cache
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
-from fedcomp import ConfigError, LayoutError, compress, generator
+from fedcomp import ConfigError, LayoutError, compress, decompress, generator
+from fedcomp.monitor import Monitor, Sink
 from fedcomp.request import KEY, STYPE, Request
 from fedcomp_clients.state import FileStore, ResidualStore
 
@@ -22,10 +23,13 @@ class CompressMod:
 
     Args:
         store: where error feedback keeps residuals; None: files, see FileStore.
+        monitor: called with statistics of each tensor's update and what its frame makes of it; costs one decoding.
     """
 
-    def __init__(self, store: ResidualStore | None = None) -> None:
+    def __init__(self, store: ResidualStore | None = None, monitor: Sink | None = None) -> None:
         self.store = store or FileStore()
+        self.monitor = monitor
+        self._monitors: dict[str, Monitor] = {}
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Train, then replace the model in the reply by one frame with its update.
@@ -53,14 +57,19 @@ class CompressMod:
     def _compress(self, base: dict[str, Array], trained: ArrayRecord, request: Request, context: Context) -> bytes:
         name, number = _node(context)
         feedback = request.feedback == "ef"
+        start = {key: array.numpy() for key, array in base.items()}
+        new = {key: array.numpy() for key, array in trained.items()}
         update = compress(
-            {key: array.numpy() for key, array in base.items()},
-            {key: array.numpy() for key, array in trained.items()},
+            start,
+            new,
             request.plan,
             round=request.round,
             rng=generator(request.seed, request.round, number),
             residual=self.store.load(context.run_id, name) if feedback else None,
         )
+        if self.monitor is not None:
+            decoded = decompress(update.frame, start, plan=request.plan)
+            self._monitors.setdefault(name, Monitor(self.monitor)).observe(request.round, start, new, decoded)
         if feedback:
             self.store.save(context.run_id, name, update.residual)
         return update.frame

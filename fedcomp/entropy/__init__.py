@@ -1,6 +1,14 @@
 """Lossless coding of small integers and of sets of positions; nothing here knows about tensors."""
 
+from fedcomp.entropy.contexts import decode_matrices, encode_matrices
 from fedcomp.entropy.gaps import decode_positions, encode_positions
 from fedcomp.entropy.symbols import decode_symbols, encode_symbols
 
-__all__ = ["decode_positions", "decode_symbols", "encode_positions", "encode_symbols"]
+__all__ = [
+    "decode_matrices",
+    "decode_positions",
+    "decode_symbols",
+    "encode_matrices",
+    "encode_positions",
+    "encode_symbols",
+]

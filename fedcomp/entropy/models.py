@@ -39,6 +39,10 @@ class Table:
         """Ideal size, in 2**-16 bit, of a stream in which symbols[i] occurs counts[i] times."""
         return int((counts * ((self.precision << COST_SHIFT) - log2_fixed(self.frequencies))).sum())
 
+    def widened(self, precision: int) -> "Table":
+        """The same probabilities out of 2**precision, which is not below the table's own."""
+        return Table(self.symbols, self.frequencies << (precision - self.precision), precision)
+
 
 def log2_fixed(values: NDArray[np.int64]) -> NDArray[np.int64]:
     """log2 of values in [1, 2**53) in units of 2**-16, at most 2**-11 too low; the same on every machine."""
@@ -69,8 +73,8 @@ def normalise(counts: NDArray[np.int64], precision: int) -> NDArray[np.int64]:
     return frequencies
 
 
-def fit(counts: NDArray[np.int64]) -> Table:
-    """The table for a histogram (size,), size <= 2**16, that makes stream and table together shortest.
+def fit(counts: NDArray[np.int64], most: int = MAX_PRECISION) -> Table:
+    """The table of at most 2**most for a histogram (size,), size <= 2**16, that makes stream and table shortest.
 
     Every bit of precision costs about one bit a symbol in the table and cuts the loss in the stream; both change
     smoothly, so the precision climbs from below until a step gains less than 1/2048 of the stream (a larger table
@@ -82,7 +86,7 @@ def fit(counts: NDArray[np.int64]) -> Table:
     guess = (symbols.size * int(counts.sum())).bit_length() // 2 - 2  # a step or two below the usual best
     costs: list[int] = []
     tables: list[Table] = []
-    for precision in range(min(max(guess, least), MAX_PRECISION), MAX_PRECISION + 1):
+    for precision in range(min(max(guess, least), most), most + 1):
         tables.append(Table(symbols, normalise(counts, precision), precision))
         costs.append(tables[-1].cost(counts) + ((symbols.size * precision) << COST_SHIFT))
         if len(costs) > 1 and costs[-1] >= costs[-2] - (costs[-2] >> 11):

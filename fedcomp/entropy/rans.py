@@ -12,8 +12,12 @@ A new lane would waste the 16 bits of its start state 2**16. Instead the encoder
 their number after `warm` steps each, and a new lane swallows a word that was already written: its start state is
 2**16 + word. The decoder, retiring the lane, checks the upper half and puts the word back. What a lane still costs is
 about 5 bits, for storing a state that does not use all its 32 bits.
+
+The symbols of a stream may come in runs that each have a table of their own. All tables must then have one precision;
+`Table.widened` makes it so.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,16 +48,24 @@ def lane_bits(count: int, bits: int) -> int:
 
 def encode(symbols: NDArray[np.uint8] | NDArray[np.uint16], table: Table, bits: int) -> bytes:
     """Code (count,) symbols, count >= 1, all of them in the table; `bits` is the estimated size, for the lanes."""
+    return encode_runs(symbols, [table], [symbols.size], bits)
+
+
+def encode_runs(
+    symbols: NDArray[np.uint8] | NDArray[np.uint16], tables: Sequence[Table], runs: Sequence[int], bits: int
+) -> bytes:
+    """As `encode`, for symbols of which runs[i] in a row use tables[i]; the tables are of one precision."""
     count = symbols.size
     lanes, warm = _choose_lanes(count, bits)
-    shares = _shares(table)
+    precision = tables[0].precision
+    shares = _RunShares(symbols, tables, runs)
     states = np.full(1, _FLOOR, np.uint32)
     words = _Words(np.zeros(count, np.uint16), count)
     for width, start, stop in reversed(_phases(count, lanes, warm)):
         states = np.concatenate([states, words.pop(width - states.size) | np.uint32(_FLOOR)])
         piece = _piece(width)
         for first in reversed(range(start, stop, piece)):
-            _encode_piece(states, shares[symbols[first : min(first + piece, stop)]], table.precision, words)
+            _encode_piece(states, shares.of(first, min(first + piece, stop)), precision, words)
     header = b"" if count <= _SINGLE else bytes([lanes.bit_length() - 1 | (warm.bit_length() - 1) << 4])
     return header + _write_states(states) + words.buffer[words.top :].astype("<u2").tobytes()
 
@@ -62,26 +74,65 @@ def decode(
     data: bytes | memoryview, count: int, table: Table, dtype: type[np.uint8] | type[np.uint16]
 ) -> tuple[NDArray[np.uint8 | np.uint16], int]:
     """Decode `count` >= 1 symbols: ((count,) of `dtype`, bytes consumed). Raises FrameError for damaged data."""
-    view = memoryview(data)
+    return decode_runs(data, [table], [count], dtype)
+
+
+def decode_runs(
+    data: bytes | memoryview, tables: Sequence[Table], runs: Sequence[int], dtype: type[np.uint8] | type[np.uint16]
+) -> tuple[NDArray[np.uint8 | np.uint16], int]:
+    """As `decode`, for sum(runs) >= 1 symbols of which runs[i] in a row use tables[i]; tables of one precision."""
+    view, count = memoryview(data), sum(runs)
     lanes, warm, used = _read_lanes(view, count)
     states, used_states = _read_states(view[used:], lanes)
     used += used_states
     words = _Words.read(view[used:], count, lanes)
-    lookup = _lookup(table)
-    names = np.repeat(table.symbols.astype(dtype), table.frequencies)
-    symbols = np.empty(count, dtype)
-    slots = np.empty(min(_PIECE, count), np.uint16)
+    precision = tables[0].precision
+    lookup = np.concatenate([_lookup(table) for table in tables])
+    names: NDArray[np.uint8 | np.uint16] = np.concatenate(
+        [np.repeat(table.symbols.astype(dtype), table.frequencies) for table in tables]
+    )
+    bases = _Runs(np.arange(len(tables), dtype=np.uint32) << np.uint32(precision), runs) if len(tables) > 1 else None
+    symbols: NDArray[np.uint8 | np.uint16] = np.empty(count, dtype)
+    slots: NDArray[Any] = np.empty(min(_PIECE, count), np.uint32 if bases else np.uint16)
     for width, start, stop in _phases(count, lanes, warm):
         words.push(_retire(states[width:]))
         states = states[:width]
         piece = _piece(width)
         for first in range(start, stop, piece):
             last = min(first + piece, stop)
-            _decode_piece(states, slots[: last - first], lookup, table.precision, words)
+            base = bases.of(first, last) if bases else None
+            _decode_piece(states, slots[: last - first], lookup, base, precision, words)
             np.take(names, slots[: last - first], out=symbols[first:last], mode="clip")
     if int(states[0]) != _FLOOR or words.buffer[words.top : words.end].any():
         raise FrameError("rANS stream: expected the coder to end in its start state, got another; damaged")
     return symbols, used + 2 * (words.end - lanes)
+
+
+class _Runs:
+    """A value for each run of symbols, spread over any part of the stream."""
+
+    def __init__(self, values: NDArray[np.uint32], runs: Sequence[int]) -> None:
+        self.values = values
+        self.edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(runs, np.int64))])
+
+    def of(self, first: int, last: int) -> NDArray[np.uint32]:
+        return np.repeat(self.values, np.diff(self.edges.clip(first, last)))
+
+
+class _RunShares:
+    """Frequency << 16 | start for each symbol of a stream with runs."""
+
+    def __init__(self, symbols: NDArray[Any], tables: Sequence[Table], runs: Sequence[int]) -> None:
+        self.symbols = symbols
+        shares = [_shares(table) for table in tables]
+        self.shares = np.concatenate(shares)
+        starts = np.cumsum([0, *(part.size for part in shares[:-1])])
+        self.starts = _Runs(starts.astype(np.uint32), runs) if len(tables) > 1 else None
+
+    def of(self, first: int, last: int) -> NDArray[np.uint32]:
+        index = self.symbols[first:last]
+        shares: NDArray[np.uint32] = self.shares[index + self.starts.of(first, last) if self.starts else index]
+        return shares
 
 
 def _encode_piece(states: NDArray[np.uint32], shares: NDArray[np.uint32], precision: int, words: "_Words") -> None:
@@ -108,9 +159,14 @@ def _encode_piece(states: NDArray[np.uint32], shares: NDArray[np.uint32], precis
 
 
 def _decode_piece(
-    states: NDArray[np.uint32], slots: NDArray[np.uint16], lookup: NDArray[np.uint32], precision: int, words: "_Words"
+    states: NDArray[np.uint32],
+    slots: NDArray[Any],
+    lookup: NDArray[np.uint32],
+    bases: NDArray[np.uint32] | None,
+    precision: int,
+    words: "_Words",
 ) -> None:
-    """Fill `slots` (symbols of one piece) with state % M, states.size a step; slots become symbols later, at once."""
+    """Fill `slots` (symbols of one piece) with state % M + base, states.size a step; slots become symbols later."""
     mask = np.uint32((1 << precision) - 1)
     shift = np.uint32(precision)
     floor = np.uint32(_FLOOR)
@@ -119,6 +175,8 @@ def _decode_piece(
         slot = slots[first : first + width]
         lanes = states[: slot.size]
         np.bitwise_and(lanes, mask, out=slot, casting="same_kind")
+        if bases is not None:
+            slot += bases[first : first + width]
         shares = lookup[slot]
         lanes >>= shift
         lanes *= shares >> _WORD

@@ -37,7 +37,7 @@ def encode_symbols(symbols: NDArray[np.uint8] | NDArray[np.uint16], size: int) -
     >>> encode_symbols(np.array([0, 1, 1, 1], np.uint8), 2).hex()
     '010e'
     """
-    counts = _histogram(symbols, size)
+    counts = histogram(symbols, size)
     count = symbols.size
     if count == 0 or size == 1:
         return b""
@@ -134,7 +134,7 @@ def _read_symbol(body: memoryview, size: int) -> tuple[int, int]:
     return symbol, nbytes
 
 
-def _histogram(symbols: Symbols, size: int) -> NDArray[np.int64]:
+def histogram(symbols: Symbols, size: int) -> NDArray[np.int64]:
     """Counts (size,) of a valid stream; piecewise, because bincount makes 64-bit copies."""
     if not 1 <= size <= _MAX_SIZE:
         raise ConfigError(f"symbols: expected an alphabet of 1 to {_MAX_SIZE} symbols, got {size}")

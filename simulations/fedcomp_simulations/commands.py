@@ -16,9 +16,11 @@ import fedcomp
 from fedcomp import wire
 from fedcomp.codec import aliases, codec_fields
 from fedcomp.errors import ConfigError, FedcompError
+from fedcomp_simulations.bench.inputs import load as load_input
+from fedcomp_simulations.bench.measure import Row, measure, typical
 from fedcomp_simulations.cli import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_MISTAKE
 from fedcomp_simulations.experiment import Experiment, load_experiment, with_codecs
-from fedcomp_simulations.report import Results, table
+from fedcomp_simulations.report import Results, monitor_table, table
 
 MAX_WARNINGS = 10
 NARROW = 110
@@ -79,6 +81,7 @@ def simulate(
         typer.Option(help='Compare this codec instead; repeatable; "sign+ef" adds error feedback.'),
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes; default 2, or 1 on one processor.")] = None,
+    monitor: Annotated[bool, typer.Option("--monitor", help="Show what compression does to each tensor.")] = False,
 ) -> None:
     """Measure which accuracy each codec reaches for how many uploaded bytes.
 
@@ -91,7 +94,7 @@ def simulate(
     if json_file is not None:
         _probe_file(json_file)
     _probe_folder(folder)
-    results = _run(experiment, workers)
+    results = _run(experiment, workers, monitor)
     _write(results, folder, json_file)
 
 
@@ -133,14 +136,14 @@ def _probe_file(path: Path) -> None:
         raise ConfigError(f"--json: cannot write {path}: {error.strerror}") from error
 
 
-def _run(experiment: Experiment, workers: int | None) -> Results:
+def _run(experiment: Experiment, workers: int | None, monitor: bool) -> Results:
     import fedcomp_simulations.plot  # noqa: F401  (if matplotlib is missing, say so before the run)
     from fedcomp_simulations.display import Display
     from fedcomp_simulations.runner import default_workers, run_experiment
 
     console = Console(stderr=True)
     with Display(experiment, console) as display:
-        results = run_experiment(experiment, workers=workers or default_workers(), on_progress=display)
+        results = run_experiment(experiment, workers=workers or default_workers(), on_progress=display, monitor=monitor)
     _warn(list(dict.fromkeys(warning for run in results.runs for warning in run.warnings)))
     return results
 
@@ -158,6 +161,8 @@ def _write(results: Results, folder: Path, json_file: Path | None) -> None:
 
     console = _console()
     console.print(table(results, narrow=console.width < NARROW))
+    if any(run.stats for run in results.runs):
+        console.print(monitor_table(results))
     text = json.dumps(results.to_json(), indent=1) + "\n"
     for path in (folder / "results.json", *([json_file] if json_file else [])):
         _save(text, path)
@@ -179,6 +184,51 @@ def _save(text: str, path: Path) -> None:
 def _console() -> Console:
     """Make a console for stdout that has room for a table when there is no terminal to ask for its width."""
     return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+
+
+@app.command()
+def bench(
+    codec: Annotated[list[str] | None, typer.Option(help="Measure this codec only; repeatable.")] = None,
+    given: Annotated[
+        list[str] | None, typer.Option("--input", help="gauss, laplace, student, update-... or FILE.npy; repeatable.")
+    ] = None,
+    size: Annotated[int, typer.Option("--n", help="Values of the synthetic inputs.")] = 1_000_000,
+    peers: Annotated[bool, typer.Option(help="Measure installed peers too.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the rate-distortion plot, a PNG, to this file.")] = None,
+) -> None:
+    """Measure bits, error and speed of every codec through real frames, on one core.
+
+    Without --codec: every registered codec in a typical setting. Inputs: gauss (the default), laplace, student,
+    update-mlp, update-cnn, update-rnn, or a .npy file.
+    """
+    if size < 1:
+        raise ConfigError(f"--n: expected at least 1, got {size}")
+    for path in filter(None, (json_file, plot)):
+        _probe_file(path)
+    chosen = [fedcomp.parse_codec(text) for text in codec] if codec else typical()
+    rows = _bench(chosen, given or ["gauss"], size, peers)
+    if json_file is not None:
+        _save(json.dumps([row.to_json() for row in rows], indent=1) + "\n", json_file)
+    if plot is not None:
+        from fedcomp_simulations.bench.show import save_plot
+
+        save_plot(rows, plot)
+
+
+def _bench(codecs: list[fedcomp.Codec], inputs: list[str], size: int, with_peers: bool) -> list[Row]:
+    """Measure everything, showing a table as soon as an input is done."""
+    from fedcomp_simulations.bench.peers import measure_peers
+    from fedcomp_simulations.bench.show import table as sheet
+
+    every: list[Row] = []
+    for given in [load_input(name, size) for name in inputs]:
+        rows = [measure(codec, given) for codec in codecs]
+        if with_peers:
+            rows += measure_peers(given, lambda note: print(f"fedcomp: note: {note}", file=sys.stderr))
+        _console().print(sheet(rows))
+        every += rows
+    return every
 
 
 @app.command()

@@ -8,6 +8,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from fedcomp.monitor import TensorStats
 from fedcomp_simulations.experiment import Method
 
 LAST = 10  # evaluations behind the final accuracy: one alone swings by a point
@@ -27,6 +28,7 @@ class RunResult:
     failures: int
     seconds: float
     warnings: tuple[str, ...] = ()
+    stats: tuple[TensorStats, ...] = ()  # of every tensor and upload, if the run was monitored
 
     @property
     def accuracy_final(self) -> float:
@@ -166,6 +168,35 @@ def _ratio(ratio: float | None) -> str:
     if ratio is None:
         return "-"
     return f"{ratio:.3g}x" if ratio < 100 else f"{ratio:,.0f}x"
+
+
+def monitor_table(results: Results) -> Table:
+    """What compression did to each tensor: means over uploads and seeds, in the first and last third of the rounds."""
+    sheet = Table(title="quantization error by tensor", title_justify="left", caption_justify="left")
+    sheet.caption = "means over uploads, first third of the rounds and last third; NMSE against the true update"
+    for heading in ("method", "tensor"):
+        sheet.add_column(heading, overflow="fold")
+    for heading in ("rms", "kurtosis", "error norm", "NMSE", "cosine"):
+        sheet.add_column(heading, justify="right")
+    for method, runs in results.by_method().items():
+        stats = [entry for run in runs for entry in run.stats]
+        for tensor in dict.fromkeys(entry.tensor for entry in stats):
+            early, late = _thirds([entry for entry in stats if entry.tensor == tensor], runs[0].rounds)
+            cells = (
+                f"{_mean(early, key):.3g} / {_mean(late, key):.3g}"
+                for key in ("rms", "kurtosis", "error_norm", "nmse", "cosine")
+            )
+            sheet.add_row(escape(method.name), escape(tensor), *cells)
+    return sheet
+
+
+def _thirds(stats: list[TensorStats], rounds: int) -> tuple[list[TensorStats], list[TensorStats]]:
+    third = max(1, rounds // 3)
+    return [s for s in stats if s.round <= third], [s for s in stats if s.round > rounds - third]
+
+
+def _mean(stats: list[TensorStats], key: str) -> float:
+    return fmean(getattr(entry, key) for entry in stats) if stats else float("nan")
 
 
 def _title(results: Results) -> str:

@@ -20,6 +20,7 @@ from multiprocessing.synchronize import Event
 import torch
 
 from fedcomp.errors import FedcompError
+from fedcomp.monitor import TensorStats
 from fedcomp_clients import CompressMod, MemoryStore
 from fedcomp_simulations import models
 from fedcomp_simulations.apps import RoundOutcome, client_app, server_app
@@ -53,15 +54,20 @@ def default_workers() -> int:
     return min(2, os.cpu_count() or 1)
 
 
-def run_experiment(experiment: Experiment, *, workers: int = 1, on_progress: OnProgress | None = None) -> Results:
-    """Run all methods with all seeds; `on_progress` is called in this process after every round."""
+def run_experiment(
+    experiment: Experiment, *, workers: int = 1, on_progress: OnProgress | None = None, monitor: bool = False
+) -> Results:
+    """Run all methods with all seeds; `on_progress` is called in this process after every round.
+
+    With `monitor` each run keeps the statistics of every tensor and upload, which costs a decoding for each.
+    """
     tasks = [(method, seed) for method in experiment.methods for seed in experiment.seeds]
     report = on_progress or (lambda progress: None)
     workers = min(workers, len(tasks))
     if workers > 1:
-        runs = _run_in_workers(experiment, tasks, workers, report)
+        runs = _run_in_workers(experiment, tasks, workers, report, monitor)
     else:
-        runs = [run_one(experiment, method, seed, report) for method, seed in tasks]
+        runs = [run_one(experiment, method, seed, report, monitor=monitor) for method, seed in tasks]
     return Results(
         experiment=experiment.name,
         parameters=sum(array.size for array in models.initial_arrays(experiment.model, 0).values()),
@@ -71,7 +77,9 @@ def run_experiment(experiment: Experiment, *, workers: int = 1, on_progress: OnP
     )
 
 
-def run_one(experiment: Experiment, method: Method, seed: int, on_progress: OnProgress) -> RunResult:
+def run_one(
+    experiment: Experiment, method: Method, seed: int, on_progress: OnProgress, *, monitor: bool = False
+) -> RunResult:
     """Train once with one method and one seed, in this process and on one thread."""
     outcomes: list[RoundOutcome] = []
 
@@ -90,12 +98,12 @@ def run_one(experiment: Experiment, method: Method, seed: int, on_progress: OnPr
             )
         )
 
+    stats: list[TensorStats] = []
+    mod = CompressMod(store=MemoryStore(), monitor=stats.append if monitor else None)
     started = time.perf_counter()
     with _one_thread(), _collected_warnings() as warnings:
         run_in_process(
-            server_app(experiment, method, seed, on_round),
-            client_app(experiment, seed, CompressMod(store=MemoryStore())),
-            experiment.clients,
+            server_app(experiment, method, seed, on_round), client_app(experiment, seed, mod), experiment.clients
         )
     ledger = Ledger(outcomes[-1].traffic)
     return RunResult(
@@ -111,6 +119,7 @@ def run_one(experiment: Experiment, method: Method, seed: int, on_progress: OnPr
         failures=ledger.failures,
         seconds=time.perf_counter() - started,
         warnings=tuple(warnings),
+        stats=tuple(stats),
     )
 
 
@@ -140,8 +149,8 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-def _work(experiment: Experiment, method: Method, seed: int) -> RunResult:
-    return run_one(experiment, method, seed, _send_progress)
+def _work(experiment: Experiment, method: Method, seed: int, monitor: bool) -> RunResult:
+    return run_one(experiment, method, seed, _send_progress, monitor=monitor)
 
 
 def _send_progress(progress: Progress) -> None:
@@ -154,7 +163,7 @@ def _send_progress(progress: Progress) -> None:
 
 
 def _run_in_workers(
-    experiment: Experiment, tasks: list[tuple[Method, int]], workers: int, on_progress: OnProgress
+    experiment: Experiment, tasks: list[tuple[Method, int]], workers: int, on_progress: OnProgress, monitor: bool
 ) -> list[RunResult]:
     spawn = multiprocessing.get_context("spawn")  # a forked torch can hang
     queue: SimpleQueue[Progress] = spawn.SimpleQueue()
@@ -162,7 +171,7 @@ def _run_in_workers(
     executor = ProcessPoolExecutor(workers, spawn, initializer=_start_worker, initargs=(queue, stop))
     try:
         with _ignoring_interrupts(), _one_thread_each():  # the workers start here and inherit both
-            futures = [executor.submit(_work, experiment, method, seed) for method, seed in tasks]
+            futures = [executor.submit(_work, experiment, method, seed, monitor) for method, seed in tasks]
         _follow(futures, queue, on_progress)
         return [future.result() for future in futures]
     except BrokenProcessPool as error:

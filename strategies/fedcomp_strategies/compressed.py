@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from fedcomp import Codec, ErrorFeedback, FedcompError, FrameError, LayoutError, Plan, decompress, generator
 from fedcomp.layout import Layout, check_finite, check_same_tensors
-from fedcomp.plan import as_plan
+from fedcomp.monitor import Monitor, Sink
 from fedcomp.request import KEY, STYPE, Request
+from fedcomp.schedule import Schedule
 
 log = logging.getLogger("fedcomp")
 
@@ -60,9 +61,10 @@ class Compressed(Strategy):
     Args:
         strategy: the strategy to wrap. It sees ordinary replies with whole models.
         uplink: what clients do with their updates: a codec, its text such as ``"topk(0.01, values=uniform(8))"``, or
-            a Plan.
+            a Plan, or a Schedule of them over the rounds.
         feedback: "none", or "ef" for error feedback at the clients (codecs must be contractive).
         seed: feeds all randomness of the codecs, together with round and partition.
+        monitor: called with statistics of each tensor of each decoded update.
 
     Attributes:
         traffic: one RoundTraffic a train round.
@@ -71,16 +73,26 @@ class Compressed(Strategy):
     """
 
     def __init__(
-        self, strategy: Strategy, uplink: Plan | Codec | str, *, feedback: str = "none", seed: int = 0
+        self,
+        strategy: Strategy,
+        uplink: Schedule | Plan | Codec | str,
+        *,
+        feedback: str = "none",
+        seed: int = 0,
+        monitor: Sink | None = None,
     ) -> None:
         self.strategy = strategy
         self.traffic: list[RoundTraffic] = []
-        self._request = Request(as_plan(uplink), 0, feedback, seed)
+        self.monitor = monitor
+        self._monitors: dict[int, Monitor] = {}
+        self._schedule = uplink if isinstance(uplink, Schedule) else Schedule.of([(1, uplink)])
+        self._learnt: dict[Plan, Plan] = {}
+        self._request = Request(self._schedule.plan(1), 0, feedback, seed)
         self._sent: dict[int, ArrayRecord] = {}
         self._bases: dict[int, Model] = {}
         self._global: ArrayRecord | None = None
         if feedback == "ef":
-            for codec in self._request.plan.codecs():
+            for codec in {codec for plan in self._schedule.plans() for codec in plan.codecs()}:
                 ErrorFeedback(codec)
 
     def __getattr__(self, name: str) -> Any:
@@ -98,7 +110,8 @@ class Compressed(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """The inner strategy's train messages, each with the request for this round."""
-        self._request = replace(self._request, round=server_round)
+        asked = self._schedule.plan(server_round)
+        self._request = replace(self._request, round=server_round, plan=self._learnt.get(asked, asked))
         self._global = arrays
         text = self._request.to_text()
         asking = ConfigRecord({**config, KEY: text})
@@ -182,6 +195,9 @@ class Compressed(Strategy):
         if len(record) != 1 or framed[0].stype != STYPE:
             raise FrameError(f"expected one array of type {STYPE}, got {[array.stype for array in record.values()]}")
         model = decompress(framed[0].data, base, plan=self._request.plan, round=self._request.round)
+        if self.monitor is not None:
+            node = self._monitors.setdefault(message.metadata.src_node_id, Monitor(self.monitor))
+            node.observe(self._request.round, base, model)
         content = RecordDict({**message.content, key: ArrayRecord({name: Array(a) for name, a in model.items()})})
         return Message(content=content, metadata=message.metadata)  # type: ignore[call-overload, no-any-return]
 
@@ -221,7 +237,7 @@ class Compressed(Strategy):
             return
         rng = generator(self._request.seed, self._request.round, _SERVER)
         layout = Layout.of({n: new[n] for n in update})
-        self._request = replace(self._request, plan=plan.adapt(update, layout, rng))
+        self._learnt[self._schedule.plan(self._request.round)] = plan.adapt(update, layout, rng)
 
 
 def _numpy(record: Mapping[str, Array]) -> Model:

@@ -1,0 +1,90 @@
+"""Random sparsification: k values at positions that both sides derive from a seed, so that no position is sent.
+
+    C(x) = (d/k) x m,   m: k of d positions drawn uniformly      (Stich et al., NeurIPS 2018, arXiv 1809.07599)
+
+Scaled it is unbiased with E||C(x) - x||^2 = (d/k - 1) ||x||^2: far too much for error feedback. Unscaled, x m, it is
+contractive with delta = k/d in expectation.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from fedcomp import _validate, seeded
+from fedcomp.codec import Codec, Count, Index, Parts, Schema, nested, put_below, register, take_below
+from fedcomp.codecs.identity import Identity
+from fedcomp.errors import ConfigError
+from fedcomp.layout import Layout, Vector
+
+_FLOAT32 = Identity()
+_MAX = np.finfo(np.float32).max
+
+
+@register
+@dataclass(frozen=True)
+class RandomK(Codec):
+    """Keep k random values of the bucket; the rest are sent as zero. Costs four bytes besides the values.
+
+    Args:
+        fraction: share of the values to keep, in (0, 1]; at least one value is kept. Larger: less error, more bytes.
+        k: number of values to keep, instead of `fraction` (all of them when there are fewer).
+        values: codec of the kept values.
+        scaled: multiply by d/k: unbiased (if `values` is). False: contractive (if `values` is), for error feedback.
+
+    >>> from fedcomp import Layout
+    >>> x = np.ones(1000, np.float32)
+    >>> codec, layout = RandomK(0.25), Layout.vector(1000)
+    >>> decoded = codec.decode(codec.encode(x, layout, np.random.default_rng(0)), layout)
+    >>> np.unique(decoded, return_counts=True)
+    (array([0., 4.], dtype=float32), array([750, 250]))
+    """
+
+    name: ClassVar[str] = "randk"
+    number: ClassVar[int] = 11
+
+    fraction: float = 0.0
+    k: int = 0
+    values: Codec = _FLOAT32
+    scaled: bool = True
+
+    def __post_init__(self) -> None:
+        if bool(self.fraction) == bool(self.k):
+            raise ConfigError(f"randk: give either fraction or k, got fraction={self.fraction!r}, k={self.k!r}")
+        if self.fraction:
+            _validate.number(low=0, high=1, above=True, fraction=self.fraction)
+        else:
+            _validate.integer(low=1, k=self.k)
+        _validate.instance(kind=Codec, values=self.values)
+        _validate.one_of(choices=(False, True), scaled=self.scaled)
+
+    @property
+    def unbiased(self) -> bool:
+        return self.scaled and self.values.unbiased
+
+    @property
+    def contractive(self) -> bool:
+        return not self.scaled and self.values.contractive
+
+    def kept(self, size: int) -> int:
+        """How many of `size` values are kept."""
+        return min(size, self.k or max(1, round(self.fraction * size)))
+
+    def _encode(self, x: Vector, layout: Layout, rng: np.random.Generator) -> Parts:
+        seed = seeded.draw_seed(rng)
+        kept = x[seeded.subset(seeded.philox(int(seed)), self.kept(x.size), x.size)]
+        return {"seed": seed, **put_below("values", self.values._encode(kept, Layout.vector(kept.size), rng))}
+
+    def schema(self, layout: Layout) -> Schema:
+        yield Count("seed", seeded.SEED_LIMIT)
+        yield from nested("values", self.values.schema(Layout.vector(self.kept(layout.size))))
+
+    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+        k = self.kept(layout.size)
+        positions = np.flatnonzero(seeded.subset(seeded.philox(int(parts["seed"])), k, layout.size))
+        gain = np.float32(layout.size / k if self.scaled and k else 1)
+        for where, values in self.values.pieces(take_below("values", parts), Layout.vector(k)):
+            with np.errstate(over="ignore"):  # of values near float32's limit, clipped at once
+                values = values * gain
+            yield positions[where], np.clip(values, -_MAX, _MAX)

@@ -1,0 +1,58 @@
+"""Schedules: another plan in other rounds, such as a warm-up in full precision, or 8, then 4 bits, then a mix.
+
+The server asks for a plan round by round, so clients need to know nothing of schedules.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fedcomp import _validate
+from fedcomp.codec import Codec
+from fedcomp.codecs.identity import Identity
+from fedcomp.errors import ConfigError
+from fedcomp.plan import Plan, as_plan
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which plan holds in which round.
+
+    Args:
+        phases: (first round, plan) in rising order, the first from round 1 on; a plan holds until the next begins.
+        full_every: every so many rounds a round in full precision (float32), which washes out what compression got
+            wrong; 0: never. More often: more accurate, more bytes.
+
+    Raises ConfigError for phases that do not start at round 1 or do not rise.
+
+    >>> from fedcomp import Sign
+    >>> schedule = Schedule.of([(1, "float32"), (6, "uniform(8)"), (21, Sign())], full_every=10)
+    >>> [str(schedule.plan(r).codec) for r in (1, 5, 6, 10, 21, 30)]
+    ['identity()', 'identity()', 'uniform()', 'identity()', 'sign()', 'identity()']
+    """
+
+    phases: tuple[tuple[int, Plan], ...]
+    full_every: int = 0
+
+    def __post_init__(self) -> None:
+        _validate.integer(low=0, full_every=self.full_every)
+        firsts = [first for first, _ in self.phases]
+        for first, plan in self.phases:
+            _validate.integer(low=1, first_round=first)
+            _validate.instance(kind=Plan, plan=plan)
+        if not firsts or firsts[0] != 1 or any(b <= a for a, b in zip(firsts, firsts[1:], strict=False)):
+            raise ConfigError(f"schedule: phases must begin at round 1 and rise, got rounds {firsts}")
+
+    @classmethod
+    def of(cls, phases: Iterable[tuple[int, Plan | Codec | str]], full_every: int = 0) -> "Schedule":
+        """A schedule from plans, codecs or their texts. Raises ConfigError."""
+        return cls(tuple((first, as_plan(plan)) for first, plan in phases), full_every)
+
+    def plan(self, round: int) -> Plan:
+        """The plan of a round, 1 being the first."""
+        if self.full_every and round % self.full_every == 0:
+            return Plan(Identity())
+        return next(plan for first, plan in reversed(self.phases) if first <= round)
+
+    def plans(self) -> list[Plan]:
+        """Every plan that may come."""
+        return [*(plan for _, plan in self.phases), *([Plan(Identity())] if self.full_every else [])]

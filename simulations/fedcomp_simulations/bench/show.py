@@ -1,0 +1,80 @@
+"""The bench's rows as a table for the terminal and as a rate-distortion plot."""
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.markup import escape
+from rich.table import Table
+
+from fedcomp_simulations.bench.measure import Row
+
+BIASED, UNBIASED, PEER = "#0072B2", "#D55E00", "#777777"
+LEAST_RATE = 0.003
+
+
+def table(rows: list[Row]) -> Table:
+    """One line a codec; speeds as MB/s of float32 and, in brackets, as a share of memcpy in the same run."""
+    first = rows[0]
+    sheet = Table(
+        title=f"{first.input}: {first.n:,} values, memcpy {first.memcpy_mb_s:,.0f} MB/s",
+        caption="bits: 8 len(frame) / values; scaled: after the best single scale. "
+        "Never compare NMSE between biased and unbiased codecs.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    sheet.add_column("codec", overflow="fold")
+    for heading in ("bits", "NMSE", "scaled", "encode MB/s", "decode MB/s"):
+        sheet.add_column(heading, justify="right", no_wrap=True)
+    sheet.add_column("bias")
+    for row in rows:
+        sheet.add_row(
+            escape(row.codec),
+            f"{row.bits_per_parameter:.3f}",
+            f"{row.nmse:.4g}",
+            f"{row.nmse_scaled:.4g}",
+            _speed(row.encode_mb_s, row.memcpy_mb_s),
+            _speed(row.decode_mb_s, row.memcpy_mb_s),
+            {True: "unbiased", False: "biased", None: "peer"}[row.unbiased],
+        )
+    return sheet
+
+
+def _speed(speed: float, memcpy: float) -> str:
+    return f"{speed:,.0f} ({speed / memcpy:.3f})"
+
+
+def save_plot(rows: list[Row], path: Path) -> None:
+    """Write a PNG with NMSE (after the best scale) against bits, one picture an input, both axes logarithmic."""
+    inputs = list(dict.fromkeys(row.input for row in rows))
+    figure = Figure(figsize=(8.5, 5.2 * len(inputs)), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, name in zip(figure.subplots(len(inputs), squeeze=False)[:, 0], inputs, strict=True):
+        _draw(axes, name, [row for row in rows if row.input == name])
+    figure.savefig(path, dpi=150, format="png")
+
+
+def _draw(axes: Axes, name: str, rows: list[Row]) -> None:
+    shown = [row for row in rows if row.bits_per_parameter > LEAST_RATE and row.nmse_scaled > 0]
+    rates = np.geomspace(LEAST_RATE, max([row.bits_per_parameter for row in shown], default=8), 200)
+    if name == "gauss":
+        axes.plot(rates, 2.0 ** (-2 * rates), color="black", linewidth=1, label="Shannon bound, 2^(-2R)")
+    elif name == "laplace":
+        bound = np.e / np.pi * 2.0 ** (-2 * rates)
+        axes.plot(rates[rates > 1], bound[rates > 1], color="black", linewidth=1, label="Shannon lower bound")
+    for label, colour, wanted in (("biased", BIASED, False), ("unbiased", UNBIASED, True), ("peers", PEER, None)):
+        group = [row for row in shown if row.unbiased is wanted]
+        if group:
+            x = [row.bits_per_parameter for row in group]
+            axes.plot(x, [row.nmse_scaled for row in group], "o", color=colour, markersize=5, label=label)
+    for row in shown:
+        place = (row.bits_per_parameter, row.nmse_scaled)
+        axes.annotate(row.codec[:40], place, xytext=(5, 3), textcoords="offset points", fontsize=7)
+    axes.set(xscale="log", yscale="log", xlabel="bits per parameter, from the frame's length")
+    axes.set_ylabel("NMSE after the best scale")
+    axes.set_title(f"{name}, {rows[0].n:,} values", loc="left", fontsize=11)
+    axes.grid(which="major", color="#dddddd", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower left")
