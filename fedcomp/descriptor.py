@@ -10,11 +10,10 @@ from typing import Any
 from fedcomp.codec import Codec, codec_fields, registered, settings
 from fedcomp.entropy.bits import read_varint, write_varint
 from fedcomp.errors import ConfigError, FrameError
-from fedcomp.plan import Plan, Rule
+from fedcomp.plan import MAX_PATTERN, MAX_RULES, Plan, Rule
 
 _FALSE, _TRUE, _INT, _FLOAT, _TEXT, _CODEC, _DIGEST = range(7)
 _DEPTH = 8
-_LONGEST = 1000
 
 
 def describe(plan: Plan) -> bytes:
@@ -50,7 +49,7 @@ def _value(value: Any) -> tuple[int, bytes]:
         case int():
             return _INT, write_varint(value)
         case float():
-            return _FLOAT, _text(repr(value))
+            return _FLOAT, _text(repr(float(value)))
         case str():
             return _TEXT, _text(value)
         case Codec():
@@ -80,8 +79,8 @@ class _Reader:
 
     def text(self) -> str:
         length = self.varint()
-        if length > _LONGEST:
-            raise FrameError(f"descriptor: a text of {length} bytes, at most {_LONGEST} are allowed")
+        if length > MAX_PATTERN:
+            raise FrameError(f"descriptor: a text of {length} bytes, at most {MAX_PATTERN} are allowed")
         try:
             return self.take(length).decode()
         except UnicodeDecodeError:
@@ -136,7 +135,10 @@ def read_plan(data: bytes) -> Plan:
     reader = _Reader(data)
     codec, min_size, share = reader.codec(), reader.varint(), reader.text()
     rules = []
-    for _ in range(reader.varint()):
+    count = reader.varint()
+    if count > MAX_RULES:
+        raise FrameError(f"descriptor: {count} rules, at most {MAX_RULES} are allowed")
+    for _ in range(count):
         pattern, number = reader.text(), reader.byte()
         rules.append(Rule(pattern, reader.codec(number=number) if number else None))
     if reader.at != len(data):
