@@ -21,12 +21,20 @@ def integer(*, low: int, high: int | None = None, **argument: object) -> None:
         raise ConfigError(f"{name}: expected a whole number {limits}, got {value!r}")
 
 
-def number(*, low: float, high: float, above: bool = False, **argument: object) -> None:
-    """Raise ConfigError unless the argument is a number in [low, high], or in (low, high] with `above`."""
+def number(*, low: float, high: float, above: bool = False, **argument: object) -> float:
+    """The argument as a plain float; ConfigError unless it is a number in [low, high], with `above` in (low, high]."""
     name, value = _only(argument)
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-    if not fits or (above and value == low):
-        raise ConfigError(f"{name}: expected a number {'above' if above else 'from'} {low} to {high}, got {value!r}")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and low <= value <= high and not (above and value == low):  # type: ignore[operator]
+        return float(value)  # type: ignore[arg-type]
+    raise ConfigError(f"{name}: expected a number {'above' if above else 'from'} {low} to {high}, got {value!r}")
+
+
+def flag(**argument: object) -> None:
+    """Raise ConfigError unless the argument is True or False."""
+    name, value = _only(argument)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}: expected True or False, got {value!r}")
 
 
 def one_of(*, choices: Collection[object], **argument: object) -> None:

@@ -229,6 +229,8 @@ def settings(codec: Codec) -> dict[str, Any]:
     told = {}
     for field in codec_fields(codec):
         value = getattr(codec, field.name)
+        if field.type is float:  # 1 and 1.0, or numpy's floats, are equal and must be written alike
+            value = float(value)
         if field.default is MISSING or value != field.default:
             told[field.name] = value
     return told
@@ -289,11 +291,11 @@ def parse_codec(text: str) -> Codec:
     Raises ConfigError for anything else, naming the known codecs and keys. Nothing is ever evaluated.
     """
     try:
-        tree = ast.parse(text.strip(), mode="eval").body if len(text) <= 65_536 else None
+        tree = ast.parse(text.strip(), mode="eval").body if isinstance(text, str) and len(text) <= 65_536 else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         tree = None
     if tree is None:
-        raise ConfigError(f"codec {text[:80]!r}: cannot be read; write for example topk(0.01, values=uniform(8))")
+        raise ConfigError(f"codec {str(text)[:80]!r}: cannot be read; write for example topk(0.01, values=uniform(8))")
     return _from_tree(tree, text, depth=8)
 
 
@@ -307,6 +309,8 @@ def _from_tree(tree: ast.expr, text: str, depth: int) -> Codec:
     if cls and len(tree.args) > len(known):
         raise ConfigError(f"codec {name!r}: {len(tree.args)} arguments given, fields: {', '.join(known) or 'none'}")
     given = [*zip(known, tree.args, strict=False), *((k.arg or "**", k.value) for k in tree.keywords)]
+    if len({key for key, _ in given}) < len(given):
+        raise ConfigError(f"codec {name!r}: an argument is given twice in {text[:80]!r}")
     return build(name, {key: _argument(value, text, depth) for key, value in given})
 
 

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import wire
-from fedcomp.codec import Parts
+from fedcomp import _validate, wire
+from fedcomp.codec import Codec, Parts
 from fedcomp.errors import FrameError
 from fedcomp.feedback import ErrorFeedback, Residual
 from fedcomp.layout import Arrays, Layout, Vector, check_finite, check_same_tensors
-from fedcomp.plan import Bucket, Plan
+from fedcomp.plan import Bucket, Plan, as_plan
 
 
 def generator(seed: int, round: int, node: int) -> np.random.Generator:
@@ -33,7 +33,7 @@ class CompressedUpdate:
 def compress(
     base: Arrays,
     new: Arrays,
-    plan: Plan,
+    plan: Plan | Codec | str,
     *,
     round: int,
     rng: np.random.Generator,
@@ -44,7 +44,7 @@ def compress(
     Args:
         base: the tensors received from the server, by name.
         new: the tensors after training: same names and shapes in any order, perhaps other dtypes. Never written to.
-        plan: which tensors get which codec.
+        plan: which tensors get which codec; a codec or its text stands for a plan with defaults.
         round: server round, written into the frame.
         rng: source of all randomness, see `generator`.
         residual: memory of error feedback, {} in the first round; None: no error feedback.
@@ -52,6 +52,8 @@ def compress(
     Raises LayoutError if names, shapes or dtypes do not fit, NonFiniteError (naming the tensor) for NaN or infinity,
     ConfigError for error feedback around a codec that is not contractive. Then nothing has changed.
     """
+    _validate.integer(low=0, high=2**32 - 1, round=round)
+    plan = as_plan(plan)
     check_same_tensors(base, new, "trained model")
     layout = Layout.of({name: new[name] for name in base})
     verbatim = {t.name: np.asarray(new[t.name]) for t in plan.verbatim(layout)}

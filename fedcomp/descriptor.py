@@ -10,11 +10,10 @@ from typing import Any
 from fedcomp.codec import Codec, codec_fields, registered, settings
 from fedcomp.entropy.bits import read_varint, write_varint
 from fedcomp.errors import ConfigError, FrameError
-from fedcomp.plan import KINDS, Plan, Rule
+from fedcomp.plan import KINDS, MAX_PATTERN, MAX_RULES, Plan, Rule
 
 _FALSE, _TRUE, _INT, _FLOAT, _TEXT, _CODEC, _DIGEST = range(7)
 _DEPTH = 8
-_LONGEST = 1000
 
 
 def describe(plan: Plan) -> bytes:
@@ -57,7 +56,7 @@ def _value(value: Any) -> tuple[int, bytes]:
         case int():
             return _INT, write_varint(value)
         case float():
-            return _FLOAT, _text(repr(value))
+            return _FLOAT, _text(repr(float(value)))
         case str():
             return _TEXT, _text(value)
         case Codec():
@@ -87,12 +86,17 @@ class _Reader:
 
     def text(self) -> str:
         length = self.varint()
-        if length > _LONGEST:
-            raise FrameError(f"descriptor: a text of {length} bytes, at most {_LONGEST} are allowed")
+        if length > MAX_PATTERN:
+            raise FrameError(f"descriptor: a text of {length} bytes, at most {MAX_PATTERN} are allowed")
         try:
             return self.take(length).decode()
         except UnicodeDecodeError:
             raise FrameError("descriptor: a text is not UTF-8") from None
+
+    def rule(self) -> Rule:
+        pattern, number = self.text(), self.byte()
+        codec = self.codec(number=number) if number else None
+        return Rule(pattern, codec, self.kind(), self.varint(), self.varint())
 
     def kind(self) -> str:
         index = self.byte()
@@ -148,14 +152,17 @@ def read_plan(data: bytes) -> Plan:
     """The plan that `describe` wrote. Raises FrameError for anything else; nothing is imported or evaluated."""
     reader = _Reader(data)
     codec, min_size, share = reader.codec(), reader.varint(), reader.text()
-    rules = []
-    for _ in range(reader.varint()):
-        pattern, number = reader.text(), reader.byte()
-        codec_ = reader.codec(number=number) if number else None
-        rules.append(Rule(pattern, codec_, reader.kind(), reader.varint(), reader.varint()))
-    if reader.at != len(data):
-        raise FrameError(f"descriptor: {len(data) - reader.at} bytes too many")
+    count = reader.varint()
+    if count > MAX_RULES:
+        raise FrameError(f"descriptor: {count} rules, at most {MAX_RULES} are allowed")
     try:
+        rules = [reader.rule() for _ in range(count)]
+        if reader.at != len(data):
+            raise FrameError(f"descriptor: {len(data) - reader.at} bytes too many")
         return Plan(codec, tuple(rules), min_size, float(share) if share else Plan.gentle_share)
-    except ValueError as error:
+    except FrameError:
+        raise
+    except ConfigError as error:
         raise FrameError(f"descriptor: {error}") from None
+    except ValueError:
+        raise FrameError(f"descriptor: {share[:40]!r} is no number") from None

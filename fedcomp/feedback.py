@@ -56,7 +56,8 @@ class ErrorFeedback:
         Raises what codec.encode raises.
         """
         layout.check_finite(x)
-        p = x + _flat(residual, layout)
+        with np.errstate(over="ignore"):  # found by the codec, which names the tensor
+            p = x + _flat(residual, layout)
         parts = self.codec.encode(p, layout, rng)
         p -= self.codec.decode(parts, layout)
         return parts, layout.unflatten(p)

@@ -125,7 +125,7 @@ def check_finite(name: str, values: NDArray[Any]) -> None:
     if bad:
         raise NonFiniteError(
             f"tensor {name!r}: expected finite values, got {bad} NaN or infinite of {values.size}; "
-            "nothing was sent; look at the learning rate and the loss of this client"
+            "look at the learning rate and the loss of this client"
         )
 
 

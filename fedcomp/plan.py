@@ -20,13 +20,15 @@ from fedcomp.codec import Codec, Config, from_config, parse_codec, to_config
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Tensor, Vector
 
-NORMALISATION = ("*running_mean", "*running_var", "*num_batches_tracked", "*norm*", "*.bn*", "bn*", "*.ln_*", "ln_*")
+NORMALISATION = ("*running_mean", "*running_var", "*num_batches_tracked", "*norm*", "*.bn*", "bn*", "*.ln*", "ln*")
 """Names that normalisation layers go by. The weights of a layer with running statistics are found by those instead."""
 
 
 KINDS = ("bias", "convolution", "embedding", "matrix", "normalisation", "vector")
 """Shape kinds that rules can name: more than two dimensions; two, named like an embedding; other two; normalisation
 layers; one dimension or none; those of them named bias."""
+MAX_RULES = 1000
+MAX_PATTERN = 1000  # bytes
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,13 @@ class Rule:
 
     def __post_init__(self) -> None:
         _validate.instance(kind=str, pattern=self.pattern)
+        if len(self.pattern.encode()) > MAX_PATTERN:
+            raise ConfigError(f"rule: a pattern has at most {MAX_PATTERN} bytes, got {len(self.pattern.encode())}")
         if self.codec is not None:
             _validate.instance(kind=Codec, codec=self.codec)
         _validate.one_of(choices=("", *KINDS), kind=self.kind)
-        _validate.integer(low=0, min_size=self.min_size)
-        _validate.integer(low=0, max_size=self.max_size)
+        _validate.integer(low=0, high=2**40, min_size=self.min_size)
+        _validate.integer(low=0, high=2**40, max_size=self.max_size)
 
     def matches(self, tensor: Tensor, layout: Layout) -> bool:
         """Whether the rule is about this tensor of the layout."""
@@ -132,8 +136,12 @@ class Plan:
     def __post_init__(self) -> None:
         _validate.instance(kind=Codec, codec=self.codec)
         _validate.instance(kind=tuple, rules=self.rules)
-        _validate.integer(low=0, min_size=self.min_size)
-        _validate.number(low=0, high=1, gentle_share=self.gentle_share)
+        for rule in self.rules:
+            _validate.instance(kind=Rule, rule=rule)
+        if len(self.rules) > MAX_RULES:
+            raise ConfigError(f"plan: at most {MAX_RULES} rules are allowed, got {len(self.rules)}; use wider patterns")
+        _validate.integer(low=0, high=2**40, min_size=self.min_size)
+        object.__setattr__(self, "gentle_share", _validate.number(low=0, high=1, gentle_share=self.gentle_share))
 
     def assign(self, layout: Layout) -> tuple[Codec | None, ...]:
         """The codec of each tensor of the layout, None for verbatim."""
@@ -204,28 +212,34 @@ def as_plan(plan: "Plan | Codec | str") -> Plan:
 
 @lru_cache(maxsize=64)
 def _assign(plan: Plan, layout: Layout) -> tuple[Codec | None, ...]:
-    found = [_by_rules(plan, tensor, layout) for tensor in layout.tensors]
-    plain = [index for index, codec in enumerate(found) if codec is plan.codec]
-    gentle = plan.codec.gentle
-    if gentle is not None and plan.gentle_share > 0:
-        left = plan.gentle_share * sum(layout.tensors[index].size for index in plain)
-        for index in sorted(plain, key=lambda i: layout.tensors[i].size):
-            left -= layout.tensors[index].size
-            if left < 0:
-                break
-            found[index] = gentle
+    found: list[Codec | None] = []
+    open_to_gentle = []
+    for index, tensor in enumerate(layout.tensors):
+        rule = next((r for r in plan.rules if tensor.is_float and r.matches(tensor, layout)), None)
+        if rule is not None:
+            found.append(rule.codec)
+        elif not tensor.is_float or tensor.size < plan.min_size or _is_normalisation(tensor.name, layout):
+            found.append(None)
+        else:
+            found.append(plan.codec)
+            open_to_gentle.append(index)
+    if plan.codec.gentle is not None:
+        for index in _smallest(open_to_gentle, layout, plan.gentle_share):
+            found[index] = plan.codec.gentle
     return tuple(found)
 
 
-def _by_rules(plan: Plan, tensor: Tensor, layout: Layout) -> Codec | None:
-    if not tensor.is_float:
-        return None
-    for rule in plan.rules:
-        if rule.matches(tensor, layout):
-            return rule.codec
-    if tensor.size < plan.min_size or _is_normalisation(tensor.name, layout):
-        return None
-    return plan.codec
+def _smallest(indices: list[int], layout: Layout, share: float) -> list[int]:
+    """The smallest of these tensors that together have at most this share of their elements; exact, in millionths."""
+    sizes = {index: layout.tensors[index].size for index in indices}
+    left = round(share * 1_000_000) * sum(sizes.values())
+    taken = []
+    for index in sorted(indices, key=lambda i: sizes[i]):
+        left -= 1_000_000 * sizes[index]
+        if left < 0 or not share:
+            break
+        taken.append(index)
+    return taken
 
 
 def _is_normalisation(name: str, layout: Layout) -> bool:

@@ -18,28 +18,38 @@ STYPE = "fedcomp.v1"
 """Serialization type of the array that carries a frame: no server averages it by mistake."""
 
 _VERSION = 1
-_KEYS = {"v", "plan", "feedback", "round", "seed"}
+_KEYS = {"v", "plan", "feedback", "round", "seed", "session"}
 
 
 @dataclass(frozen=True)
 class Request:
-    """Reply to `round` with a frame made by `plan`; `feedback` is "none" or "ef"; `seed` feeds all randomness."""
+    """Reply to `round` with a frame made by `plan`.
+
+    Attributes:
+        feedback: "none" or "ef".
+        seed: feeds all randomness.
+        session: names this training; what feedback remembers from another one does not count.
+    """
 
     plan: Plan
     round: int
     feedback: str = "none"
     seed: int = 0
+    session: str = "0"
 
     def __post_init__(self) -> None:
         _validate.instance(kind=Plan, plan=self.plan)
         _validate.integer(low=0, high=2**32 - 1, round=self.round)
         _validate.one_of(choices=FEEDBACKS, feedback=self.feedback)
         _validate.integer(low=0, seed=self.seed)
+        _validate.instance(kind=str, session=self.session)
+        if not self.session.isalnum() or len(self.session) > 32:  # it becomes a part of file names
+            raise ConfigError(f"session: expected up to 32 letters and digits, got {self.session[:40]!r}")
 
     def to_text(self) -> str:
         """The request as compact JSON."""
         told = {"v": _VERSION, "plan": self.plan.to_config(), "feedback": self.feedback, "round": self.round}
-        return json.dumps({**told, "seed": self.seed}, separators=(",", ":"))
+        return json.dumps({**told, "seed": self.seed, "session": self.session}, separators=(",", ":"))
 
     @classmethod
     def from_text(cls, text: str) -> "Request":
@@ -54,4 +64,4 @@ class Request:
             )
         if told.keys() != _KEYS:
             raise ConfigError(f"request: expected the keys {sorted(_KEYS)}, got {sorted(told)}")
-        return cls(Plan.from_config(told["plan"]), told["round"], told["feedback"], told["seed"])
+        return cls(Plan.from_config(told["plan"]), told["round"], told["feedback"], told["seed"], told["session"])

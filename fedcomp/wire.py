@@ -37,6 +37,7 @@ HEADER = struct.Struct("<2sBBI8sI")
 
 _OTHER_DTYPES = 1  # flag: a table of tensor dtypes follows the plan
 _CRC_AT = slice(4, 8)
+_TOLD = 1000  # bytes of a wrong plan that are read just to name it
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,7 @@ def _read_plan(reader: _Reader, expected: Plan | None) -> Plan:
         return read_plan(described)
     if described != describe(expected):
         try:
-            came = str(read_plan(described).to_config())
+            came = str(read_plan(described[:_TOLD]).to_config())
         except FrameError as error:
             came = str(error)
         raise FrameError(f"frame was made with another plan: {came[:200]}, expected {str(expected.to_config())[:200]}")

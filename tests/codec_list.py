@@ -1,5 +1,8 @@
 """The codecs that the shared checklist runs over: each registered one, in the settings that take other paths."""
 
+import families_lowrank
+import families_scalar
+import families_sparse
 import numpy as np
 
 from fedcomp import Codebook, Codec, Identity, Sign, TopK, Uniform, VectorQuantizer
@@ -7,6 +10,9 @@ from fedcomp import Codebook, Codec, Identity, Sign, TopK, Uniform, VectorQuanti
 _VECTORS = np.random.default_rng(5).standard_normal((15, 4), np.float32)
 
 CODECS: list[Codec] = [
+    *families_lowrank.CODECS,
+    *families_scalar.CODECS,
+    *families_sparse.CODECS,
     Identity(),
     Identity("float16"),
     Uniform(8),
@@ -33,4 +39,4 @@ CODECS: list[Codec] = [
     VectorQuantizer(dim=4, size=16, codebook=Codebook.of(_VECTORS)),
 ]
 
-IDS = [str(codec)[:70] for codec in CODECS]
+IDS = [f"{index}-{str(codec)[:60]}" for index, codec in enumerate(CODECS)]

@@ -48,7 +48,8 @@ def frame_size(codec: Codec, x: Vector) -> int:
         ("uniform(bits='8')", "bits: expected a whole number"),
         ("uniform(True)", "bits: expected a whole number"),
         ("uniform(1, 2, 'nearest', False, 5)", "5 arguments given"),
-        ("uniform(8, bits=8, rounding='up')", "rounding: expected one of 'nearest', 'stochastic', got 'up'"),
+        ("uniform(8, bits=4)", "an argument is given twice"),
+        ("uniform(8, rounding='up')", "rounding: expected one of 'nearest', 'stochastic', got 'up'"),
         ("topk", "give either fraction or k"),
         ("topk(0.1, k=3)", "give either fraction or k"),
         ("topk(1.5)", "fraction: expected a number above 0 to 1, got 1.5"),
@@ -85,6 +86,18 @@ def test_names_and_numbers_are_taken_once() -> None:
         fedcomp.register(type("Other", (Sign,), {"number": 200}))
 
 
+def test_numbers_of_other_types_make_the_same_codec_and_frame() -> None:
+    assert str(TopK(np.float64(0.1))) == str(TopK(0.1)) == "topk(fraction=0.1)"
+    x = np.random.default_rng(0).standard_normal(100).astype(np.float32)
+    base = {"x": np.zeros(100, np.float32)}
+    plan = Plan(TopK(1), min_size=0)
+    frame = fedcomp.compress(base, {"x": x}, plan, round=1, rng=np.random.default_rng(0)).frame
+    fedcomp.decompress(frame, base, plan=Plan(TopK(1.0), min_size=0))
+    for wrong in ("uniform(affine=1)", "vq(shared=0)", "topk(k=2.0)"):
+        with pytest.raises(ConfigError, match="expected"):
+            fedcomp.parse_codec(wrong)
+
+
 def test_defaults_are_not_written() -> None:
     """c35: a reader that lacks a new field still understands configurations that do not use it."""
     assert fedcomp.to_config(Uniform()) == {"codec": "uniform"}
@@ -111,6 +124,15 @@ def test_uniform_levels_are_the_papers() -> None:
     x = np.random.default_rng(1).standard_normal(500, np.float32)
     scale = np.abs(x).max() / 127
     assert np.allclose(trip(Uniform(8), x), np.round(x / scale) * scale, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_stochastic_rounding_leaves_exact_levels_alone(bits: int) -> None:
+    x = np.zeros(2_000_000, np.float32)
+    x[0] = 1
+    decoded = trip(Uniform(bits, rounding="stochastic"), x)
+    assert decoded[0] == 1
+    assert not decoded[1:].any()
 
 
 @pytest.mark.parametrize(("block", "overhead"), [(64, 0.26), (16, 1.01)])
@@ -232,6 +254,19 @@ def test_vq_uses_no_more_vectors_than_there_are_groups() -> None:
     x = np.tile(np.array([1, 2, 0.5, -1], np.float32), 5000)
     assert nmse(x, trip(VectorQuantizer(4, 256), x)) < 1e-6
     assert frame_size(VectorQuantizer(4, 256), x) < 350
+
+
+def test_blocks_larger_than_the_tensor_cost_nothing() -> None:
+    import tracemalloc
+
+    x = np.random.default_rng(0).standard_normal(2000).astype(np.float32)
+    tracemalloc.start()
+    try:
+        for codec in (VectorQuantizer(4, 16, block=2**31 - 4), Uniform(4, block=2**31 - 1)):
+            assert nmse(x, trip(codec, x)) < 0.4
+        assert tracemalloc.get_traced_memory()[1] < 3_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_vq_work_is_bounded_by_chunks() -> None:

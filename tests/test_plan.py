@@ -225,11 +225,12 @@ def test_requests_round_trip() -> None:
     "text",
     [
         "", "null", "{", "[]", '{"v":2}', '{"v":1}', "[" * 100_000,
-        '{"v":1,"plan":{"codec":{"codec":"new"}},"feedback":"none","round":1,"seed":0}',
-        '{"v":1,"plan":{"codec":{"codec":"sign"}},"feedback":"maybe","round":1,"seed":0}',
-        '{"v":1,"plan":{"codec":{"codec":"sign"}},"feedback":"none","round":-1,"seed":0}',
-        '{"v":1,"plan":{"codec":{"codec":"sign"}},"feedback":"none","round":true,"seed":0}',
-        '{"v":1,"plan":{"codec":{"codec":"sign"}},"feedback":"none","round":1,"seed":0,"more":1}',
+        '{"v":1,"plan":{"codec":{"codec":"new"}},"feedback":"none","round":1,"seed":0,"session":"a"}',
+        '{"v":1,"plan":{"codec":{"codec":"sign"}},"feedback":"maybe","round":1,"seed":0,"session":"a"}',
+        '{"v":1,"plan":{"codec":{"codec":"sign"}},"feedback":"none","round":-1,"seed":0,"session":"a"}',
+        '{"v":1,"plan":{"codec":{"codec":"sign"}},"feedback":"none","round":true,"seed":0,"session":"a"}',
+        '{"v":1,"plan":{"codec":{"codec":"sign"}},"feedback":"none","round":1,"seed":0,"session":"a","more":1}',
+        '{"v":1,"plan":{"codec":{"codec":"sign"}},"feedback":"none","round":1,"seed":0,"session":"../x"}',
     ],
 )  # fmt: skip
 def test_requests_that_make_no_sense_are_errors_of_configuration(text: str) -> None:

@@ -283,6 +283,16 @@ def test_plans_with_rules_describe_themselves() -> None:
     assert Plan.from_config(json.loads(json.dumps(plan.to_config()))) == plan
 
 
+def test_a13_plans_with_very_many_rules() -> None:
+    with pytest.raises(fedcomp.ConfigError, match="at most 1000 rules"):
+        Plan(Sign(), (Rule("x", None),) * 1001)
+    with pytest.raises(fedcomp.ConfigError, match="at most 1000 bytes"):
+        Rule("x" * 1001, None)
+    plan = describe(Plan(Sign()))[:-1] + b"\xa0\x8d\x06" + b"\1a\0" * 100_000
+    refused(sealed(frame(Sign())[:20] + sized(plan)), "100000 rules, at most 1000")
+    refused(sealed(frame(Sign())[:20] + sized(plan)), "another plan", plan=Plan(Sign()))
+
+
 def test_a12_dtype_tables_that_do_not_add_up() -> None:
     base = {name: values.astype(np.float64) for name, values in BASE.items()}
     data = fedcomp.compress(base, model(), Plan(Sign()), round=1, rng=np.random.default_rng(0)).frame

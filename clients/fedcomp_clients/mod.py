@@ -5,8 +5,10 @@ update is what gets compressed).
 """
 
 import logging
+from collections.abc import Mapping
 from functools import lru_cache
 
+import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
@@ -41,6 +43,8 @@ class CompressMod:
         if request is None or len(message.content.array_records) != 1:
             return call_next(message, context)
         base = dict(next(iter(message.content.array_records.values())))  # user code may empty the record itself
+        if not _has_floats(base):  # trees, counters: nothing to compress
+            return call_next(message, context)
         reply = call_next(message, context)
         if reply.has_error() or len(reply.content.array_records) != 1:
             return reply
@@ -56,6 +60,7 @@ class CompressMod:
 
     def _compress(self, base: dict[str, Array], trained: ArrayRecord, request: Request, context: Context) -> bytes:
         name, number = _node(context)
+        training = f"{context.run_id}-{request.session}"
         feedback = request.feedback == "ef"
         start = {key: array.numpy() for key, array in base.items()}
         new = {key: array.numpy() for key, array in trained.items()}
@@ -65,18 +70,30 @@ class CompressMod:
             request.plan,
             round=request.round,
             rng=generator(request.seed, request.round, number),
-            residual=self.store.load(context.run_id, name) if feedback else None,
+            residual=self.store.load(training, name) if feedback else None,
         )
         if self.monitor is not None:
             decoded = decompress(update.frame, start, plan=request.plan)
             self._monitors.setdefault(name, Monitor(self.monitor)).observe(request.round, start, new, decoded)
         if feedback:
-            self.store.save(context.run_id, name, update.residual)
+            self.store.save(training, name, update.residual)
         return update.frame
 
 
 compress_mod = CompressMod()
 """The mod with residuals in files: works in deployment and in simulation, on as many processes as there are."""
+
+
+def _has_floats(record: Mapping[str, Array]) -> bool:
+    """Whether a record holds any floating-point array, of whatever byte order."""
+    return any(array.stype == "numpy.ndarray" and _kind(array) == "f" for array in record.values())
+
+
+def _kind(array: Array) -> str:
+    try:
+        return np.dtype(array.dtype).kind
+    except TypeError:  # not a name of numpy's
+        return ""
 
 
 def _node(context: Context) -> tuple[str, int]:

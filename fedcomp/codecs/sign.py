@@ -64,7 +64,7 @@ class Sign(Codec):
         positive = x >= 0
         if self.zeros == "plus":
             return {"scale": _scales(x, layout, None), "sign": positive.view(np.uint8)}
-        zero = np.flatnonzero(x == 0)
+        zero = np.flatnonzero(x == 0).astype(np.int64)
         signs = np.delete(positive, zero) if zero.size else positive
         return {
             "zeros": np.array(zero.size),

@@ -57,7 +57,7 @@ class TopK(Codec):
         if self.fraction:
             _validate.number(low=0, high=1, above=True, fraction=self.fraction)
         else:
-            _validate.integer(low=1, k=self.k)
+            _validate.integer(low=1, high=2**40, k=self.k)
         _validate.instance(kind=Codec, values=self.values)
         _validate.one_of(choices=("global", "tensor"), scope=self.scope)
 
@@ -106,7 +106,7 @@ class TopK(Codec):
 def largest(x: Vector, k: int) -> NDArray[np.int64]:
     """Ascending positions (k,) of the k largest |x|, ties to the lowest index. Linear time: a partition, no sort."""
     if k >= x.size:
-        return np.arange(x.size)
+        return np.arange(x.size, dtype=np.int64)
     size = np.abs(x)
     found = _candidates(size, k)
     if found is not None:
@@ -114,7 +114,7 @@ def largest(x: Vector, k: int) -> NDArray[np.int64]:
     threshold = np.partition(size, size.size - k)[size.size - k]
     above = np.flatnonzero(size > threshold)
     equal = np.flatnonzero(size == threshold)[: k - above.size]
-    picked = np.sort(np.concatenate([above, equal]))
+    picked = np.sort(np.concatenate([above, equal])).astype(np.int64)
     return picked if found is None else found[picked]
 
 
@@ -127,5 +127,5 @@ def _candidates(size: Vector, k: int) -> NDArray[np.int64] | None:
     rank = sample.size - 1 - (2 * k * sample.size // size.size + 16)
     if sample.size == size.size or rank <= 0:
         return None
-    found = np.flatnonzero(size >= np.partition(sample, rank)[rank])
+    found = np.flatnonzero(size >= np.partition(sample, rank)[rank]).astype(np.int64)
     return found if k <= found.size <= size.size // 2 else None

@@ -56,9 +56,9 @@ class Uniform(Codec):
 
     def __post_init__(self) -> None:
         _validate.integer(low=1, high=8, bits=self.bits)
-        _validate.integer(low=0, block=self.block)
+        _validate.integer(low=0, high=2**31 - 1, block=self.block)
         _validate.one_of(choices=("nearest", "stochastic"), rounding=self.rounding)
-        _validate.one_of(choices=(False, True), affine=self.affine)
+        _validate.flag(affine=self.affine)
 
     @property
     def unbiased(self) -> bool:
@@ -90,8 +90,10 @@ class Uniform(Codec):
             )
             t *= steps
             if self.rounding == "stochastic":
-                t += rng.random(t.shape, np.float32)
-                np.floor(t, out=t)
+                down = np.floor(t)
+                t -= down
+                down += rng.random(t.shape, np.float32) < t  # t + u would round up some exact levels
+                t = down
             elif self.bits == 1 and not self.affine:
                 np.greater_equal(piece, 0, out=t)  # halfway goes up: zero codes as plus
             else:

@@ -48,6 +48,7 @@ class Codebook:
     data: bytes
 
     def __post_init__(self) -> None:
+        _validate.integer(low=1, high=64, dim=self.dim)
         if len(self.data) % (2 * self.dim) or not np.isfinite(np.frombuffer(self.data, "<f2")).all():
             raise ConfigError(
                 f"codebook: expected whole finite float16 vectors of {self.dim}, got {len(self.data)} bytes"
@@ -117,8 +118,8 @@ class VectorQuantizer(Codec):
     def __post_init__(self) -> None:
         _validate.integer(low=1, high=64, dim=self.dim)
         _validate.integer(low=2, high=4096, size=self.size)
-        _validate.integer(low=0, block=self.block)
-        _validate.one_of(choices=(False, True), shared=self.shared)
+        _validate.integer(low=0, high=2**31 - 1, block=self.block)
+        _validate.flag(shared=self.shared)
         if self.block % self.dim:
             raise ConfigError(f"vq: block must be a multiple of dim, got block={self.block}, dim={self.dim}")
         if isinstance(self.codebook, str):
@@ -184,7 +185,7 @@ class VectorQuantizer(Codec):
             with np.errstate(
                 over="ignore"
             ):  # a code vector longer than its group's true one may pass the float32 limit
-                values = values * np.repeat(gain[blocks], self.block or values.size)[: values.size]
+                values = values * np.repeat(gain[blocks], min(self.block or values.size, values.size))[: values.size]
             yield where, np.clip(values[: where.stop - where.start], -_MAX, _MAX)
 
     def _blocks(self, layout: Layout) -> int:
@@ -214,9 +215,8 @@ class VectorQuantizer(Codec):
         levels = _levels(gain, float(top[0]))
         decoded = _gains(top, levels)
         for _, rows, blocks in self._places(layout):
-            scale = np.repeat(decoded[blocks], self.block // self.dim or rows.stop - rows.start)[
-                : rows.stop - rows.start
-            ]
+            count = rows.stop - rows.start
+            scale = np.repeat(decoded[blocks], min(self.block // self.dim or count, count))[:count]
             groups[rows] *= np.where(scale == 0, 0, 1 / np.where(scale == 0, 1, scale.astype(np.float64)))[:, None]
         return groups, top, levels
 

@@ -1,6 +1,8 @@
 """The commands behind `fedcomp`. Those that train import torch and Flower only once they are called."""
 
+import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, replace
@@ -22,6 +24,7 @@ from fedcomp_simulations.cli import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_MISTAKE
 from fedcomp_simulations.experiment import Experiment, load_experiment, with_codecs
 from fedcomp_simulations.report import Results, monitor_table, table
 
+MAX_SEEDS = 1000
 MAX_WARNINGS = 10
 NARROW = 110
 PLAIN_WIDTH = 140  # of a table that goes to a file or pipe
@@ -41,6 +44,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except FedcompError as error:
         return _say(str(error), EXIT_MISTAKE)
+    except BrokenPipeError:  # whoever read our output has enough; what is saved is saved
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at its end
+        return EXIT_ERROR
     except OSError as error:
         return _say(str(error), EXIT_ERROR)
     return code if isinstance(code, int) else 0
@@ -91,9 +97,9 @@ def simulate(
     if workers is not None and workers < 1:
         raise ConfigError(f"--workers: expected at least 1, got {workers}")
     folder = out or Path("results", experiment.name)
-    if json_file is not None:
-        _probe_file(json_file)
     _probe_folder(folder)
+    for path in filter(None, (json_file, folder / "results.json", folder / "accuracy.png")):
+        _probe_file(path)
     results = _run(experiment, workers, monitor)
     _write(results, folder, json_file)
 
@@ -112,7 +118,11 @@ def _parse_seeds(text: str) -> tuple[int, ...]:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f'--seeds: expected a count such as "3" or a list "0,4,7", got {text!r}') from None
-    return numbers if "," in text else tuple(range(numbers[0]))
+    if "," in text:
+        return numbers
+    if numbers[0] > MAX_SEEDS:
+        raise ConfigError(f"--seeds: expected a count of at most {MAX_SEEDS}, got {text}")
+    return tuple(range(numbers[0]))
 
 
 def _probe_folder(folder: Path) -> None:
@@ -156,33 +166,38 @@ def _warn(warnings: list[str]) -> None:
 
 
 def _write(results: Results, folder: Path, json_file: Path | None) -> None:
-    """Show the table first, so that not even a disk that has filled up meanwhile can lose the run."""
+    """Save first, then show: neither a full disk nor a closed pipe may lose a run that took minutes."""
     from fedcomp_simulations.plot import save_plot
 
+    text = json.dumps(results.to_json(), indent=1) + "\n"
+    paths = [folder / "results.json", *([json_file] if json_file else [])]
+    failed = [failure for path in paths if (failure := _save(text, path))]
     console = _console()
     console.print(table(results, narrow=console.width < NARROW))
     if any(run.stats for run in results.runs):
         console.print(monitor_table(results))
-    text = json.dumps(results.to_json(), indent=1) + "\n"
-    for path in (folder / "results.json", *([json_file] if json_file else [])):
-        _save(text, path)
+    if failed:
+        raise OSError("; ".join(failed))
     save_plot(results, folder / "accuracy.png")
     console.print(f"plot: {folder / 'accuracy.png'}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"results: {folder / 'results.json'}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _save(text: str, path: Path) -> None:
-    """Write the results, or else where temporary files go: they took minutes to make."""
+def _save(text: str, path: Path) -> str:
+    """Write the results, or else where temporary files go. Says what went wrong, "" if nothing did."""
     try:
         path.write_text(text, "utf-8")
     except OSError as error:
         rescued = Path(mkdtemp(prefix="fedcomp-")) / path.name
         rescued.write_text(text, "utf-8")
-        raise OSError(f"cannot write {path}: {error.strerror}; the results are in {rescued}") from error
+        return f"cannot write {path}: {error.strerror}; the results are in {rescued}"
+    return ""
 
 
 def _console() -> Console:
     """Make a console for stdout that has room for a table when there is no terminal to ask for its width."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an old terminal shows question marks for lines, not a traceback
     return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
 
 
@@ -209,7 +224,9 @@ def bench(
     chosen = [fedcomp.parse_codec(text) for text in codec] if codec else typical()
     rows = _bench(chosen, given or ["gauss"], size, peers)
     if json_file is not None:
-        _save(json.dumps([row.to_json() for row in rows], indent=1) + "\n", json_file)
+        failure = _save(json.dumps([row.to_json() for row in rows], indent=1) + "\n", json_file)
+        if failure:
+            raise OSError(failure)
     if plot is not None:
         from fedcomp_simulations.bench.show import save_plot
 

@@ -12,6 +12,7 @@ The keys are the fields of the two classes; the name of an experiment is the nam
 
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib.resources import files
@@ -80,8 +81,11 @@ class Experiment:
         _one_of("model", self.model, MODELS)
         _one_of("partition", self.partition, partition.kinds())
         _one_of("strategy", self.strategy, tuple(STRATEGIES))
-        for key in self.strategy_options:
+        for key, value in self.strategy_options.items():
             _one_of(f"option of strategy {self.strategy!r}", key, STRATEGIES[self.strategy])
+            below = 1 if key in ("beta_1", "beta_2", "server_momentum") else math.inf
+            if not 0 <= value < below or (key == "tau" and value == 0):
+                raise ConfigError(f"strategy_options.{key}: expected a number from 0 to below {below}, got {value}")
         for key in ("clients", "clients_per_round", "min_samples", "rounds", "local_epochs", "batch"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"{key}: expected at least 1, got {getattr(self, key)}")
@@ -176,7 +180,9 @@ def _convert(key: str, value: Any, expected: Any) -> Any:
     whole = number and isinstance(value, int)
     if expected is int and whole:
         return value
-    if expected is float and number:
+    if (
+        expected is float and number and not (whole and abs(value) > 1e300)
+    ):  # TOML's integers may be too large for a float
         return float(value)
     if expected is str and isinstance(value, str) and value:
         return value
@@ -205,6 +211,6 @@ def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _unique(key: str, values: Any) -> None:
-    repeated = {value for value in values if list(values).count(value) > 1}
+    repeated = [value for value, count in Counter(values).items() if count > 1]
     if repeated:
         raise ConfigError(f"{key}: {sorted(repeated)[0]!r} is there twice")

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -21,6 +22,11 @@ LINE_HEIGHT = 15  # pixels kept between two labels at 100 dpi
 
 def save_plot(results: Results, path: Path) -> None:
     """Write a PNG with the mean over seeds of every method as a line and their range as a shade."""
+    with matplotlib.rc_context({"text.parse_math": False}):  # a dollar in a name is a dollar
+        _save(results, path)
+
+
+def _save(results: Results, path: Path) -> None:
     figure = Figure(figsize=(9, 5.4), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -202,7 +202,7 @@ def _mean(stats: list[TensorStats], key: str) -> float:
 def _title(results: Results) -> str:
     seeds = len({run.seed for run in results.runs})
     return (
-        f"{results.experiment}: {results.parameters:,} parameters, {results.clients_per_round} of "
+        f"{escape(results.experiment)}: {results.parameters:,} parameters, {results.clients_per_round} of "
         f"{results.clients} clients a round, {results.runs[0].rounds} rounds, {seeds} seed{'s' * (seeds > 1)}"
     )
 
