@@ -113,7 +113,7 @@ class Layout:
 
     def check_finite(self, x: Vector) -> None:
         """Raise NonFiniteError naming the first tensor of x that holds NaN or infinity."""
-        if np.isfinite(x).all():
+        if x.size == 0 or (np.isfinite(x.min()) and np.isfinite(x.max())):  # NaN is either; twice as fast as all of x
             return
         for tensor, where in self.slices():
             check_finite(tensor.name, x[where])

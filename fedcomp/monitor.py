@@ -50,8 +50,8 @@ class Monitor:
     Args:
         sink: called once a floating-point tensor and update; None: a line in the log "fedcomp" at DEBUG.
 
-    >>> seen = []
-    >>> Monitor(seen.append).observe(1, {"w": np.zeros(4)}, {"w": np.array([3.0, 4, 0, 0])}, {"w": np.array([3.0, 0, 0, 0])})
+    >>> seen, base = [], {"w": np.zeros(4)}
+    >>> Monitor(seen.append).observe(1, base, {"w": np.array([3.0, 4, 0, 0])}, {"w": np.array([3.0, 0, 0, 0])})
     >>> seen[0].rms, seen[0].error_norm, round(seen[0].cosine, 2)
     (2.5, 4.0, 0.6)
     """
@@ -64,7 +64,7 @@ class Monitor:
         """Look at the update new - base, and at how decoded - base differs from it if `decoded` is given."""
         for name, update in _updates(base, new).items():
             told = None if decoded is None else _updates(base, {name: decoded[name]})[name]
-            rms = float(np.sqrt(np.square(update).mean()))
+            rms = _rms(update)
             before = self._rms.get(name, rms)
             drift = float(np.log2(rms / before)) if rms and before else 0.0
             self._rms[name] = rms
@@ -86,6 +86,11 @@ def _updates(base: Arrays, new: Arrays) -> Mapping[str, NDArray[np.float64]]:
     """Updates of the floating-point tensors with elements, flat, in float64."""
     wanted = {n: a for n, a in new.items() if a.dtype.kind == "f" and a.size}
     return {n: (a.astype(np.float64) - base[n].astype(np.float64)).ravel() for n, a in wanted.items()}
+
+
+def _rms(x: NDArray[np.float64]) -> float:
+    largest = float(np.abs(x).max())
+    return largest * float(np.sqrt(np.square(x / largest).mean())) if largest else 0.0
 
 
 def _kurtosis(x: NDArray[np.float64]) -> float:

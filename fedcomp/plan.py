@@ -143,6 +143,23 @@ class Plan:
         _validate.integer(low=0, high=2**40, min_size=self.min_size)
         object.__setattr__(self, "gentle_share", _validate.number(low=0, high=1, gentle_share=self.gentle_share))
 
+    @classmethod
+    def layered(
+        cls,
+        matrices: "Codec | str" = "lowrank(8, factors=uniform(8))",
+        convolutions: "Codec | str" = "uniform(4, block=64)",
+        embeddings: "Codec | str" = "uniform(8)",
+        vectors: "Codec | str" = "uniform(8)",
+    ) -> "Plan":
+        """A plan by kind of layer, with common defaults: low rank for matrices, gently for what they would starve.
+
+        Each argument is a codec or its text. Raises ConfigError.
+        """
+        kinds = {"convolution": convolutions, "embedding": embeddings, "vector": vectors}
+        rules = tuple(Rule("*", as_plan(codec).codec, kind=kind) for kind, codec in kinds.items())
+        verbatim = (Rule("*", None, kind="normalisation"), Rule("*", None, max_size=cls.min_size - 1))
+        return cls(as_plan(matrices).codec, verbatim + rules, gentle_share=0)
+
     def assign(self, layout: Layout) -> tuple[Codec | None, ...]:
         """The codec of each tensor of the layout, None for verbatim."""
         return _assign(self, layout)

@@ -5,9 +5,10 @@ The server asks for a plan round by round, so clients need to know nothing of sc
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from fedcomp import _validate
-from fedcomp.codec import Codec
+from fedcomp.codec import Codec, parse_codec
 from fedcomp.codecs.identity import Identity
 from fedcomp.errors import ConfigError
 from fedcomp.plan import Plan, as_plan
@@ -39,13 +40,38 @@ class Schedule:
         for first, plan in self.phases:
             _validate.integer(low=1, first_round=first)
             _validate.instance(kind=Plan, plan=plan)
-        if not firsts or firsts[0] != 1 or any(b <= a for a, b in zip(firsts, firsts[1:], strict=False)):
+        if not firsts or firsts[0] != 1 or any(b <= a for a, b in pairwise(firsts)):
             raise ConfigError(f"schedule: phases must begin at round 1 and rise, got rounds {firsts}")
 
     @classmethod
     def of(cls, phases: Iterable[tuple[int, Plan | Codec | str]], full_every: int = 0) -> "Schedule":
         """A schedule from plans, codecs or their texts. Raises ConfigError."""
         return cls(tuple((first, as_plan(plan)) for first, plan in phases), full_every)
+
+    @classmethod
+    def parse(cls, text: str) -> "Schedule":
+        """A schedule written in one line: codecs from given rounds on, separated by bars. Raises ConfigError.
+
+        >>> str(Schedule.parse("float32 | 6: uniform(8) | every 10: float32").plan(7).codec)
+        'uniform()'
+        """
+        phases: list[tuple[int, str]] = []
+        full_every = 0
+        for index, part in enumerate(text.split("|")):
+            when, colon, codec = part.rpartition(":")
+            match when.split():
+                case ["every", count] if count.isdigit() and parse_codec(codec) == Identity():
+                    full_every = int(count)
+                case [first] if first.isdigit():
+                    phases.append((int(first), codec))
+                case [] if not colon and index == 0:
+                    phases.append((1, codec))
+                case _:
+                    raise ConfigError(
+                        f"schedule {text[:80]!r}: cannot read {part.strip()[:40]!r}; write for example "
+                        "float32 | 6: uniform(8) | 21: uniform(4) | every 10: float32"
+                    )
+        return cls.of(phases, full_every)
 
     def plan(self, round: int) -> Plan:
         """The plan of a round, 1 being the first."""
@@ -56,3 +82,10 @@ class Schedule:
     def plans(self) -> list[Plan]:
         """Every plan that may come."""
         return [*(plan for _, plan in self.phases), *([Plan(Identity())] if self.full_every else [])]
+
+
+def as_schedule(uplink: "Schedule | Plan | Codec | str") -> Schedule:
+    """A schedule from what users write: a schedule, a plan or codec for all rounds, or a text. Raises ConfigError."""
+    if isinstance(uplink, Schedule):
+        return uplink
+    return Schedule.parse(uplink) if isinstance(uplink, str) else Schedule.of([(1, uplink)])

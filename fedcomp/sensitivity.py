@@ -1,8 +1,8 @@
 """Sensitivity: which layers bear which codec, measured, and a plan that spends a given number of bytes where it helps.
 
-Every tensor is coded alone with every candidate; its bytes and its damage are measured. Damage is the squared error, or,
-where the model's outputs on some data are at hand, the Kullback-Leibler divergence KL(p || p') between the outputs of
-the updated model and those with this one tensor coded. The cheapest choice for each tensor at one price of bytes,
+Every tensor is coded alone with every candidate; its bytes and its damage are measured. Damage is the squared error
+or, where the model's outputs on some data are at hand, the Kullback-Leibler divergence KL(p || p') between the outputs
+of the updated model and those with this one tensor coded. The cheapest choice for each tensor at one price of bytes,
 
     minimise  sum_i damage_i(c_i) + price * bytes_i(c_i),
 

@@ -4,9 +4,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from fedcomp import ConfigError, Identity, Sign, Uniform
 from fedcomp_simulations.bench import inputs
@@ -97,7 +99,7 @@ def test_mistakes_are_one_line(arguments: list[str], match: str) -> None:
 
 
 @pytest.mark.parametrize("values", [np.array([1, np.nan]), np.array([1e300]), np.array(["a"]), np.zeros(0)])
-def test_files_that_hold_no_finite_numbers(values: np.ndarray, tmp_path: Path) -> None:  # type: ignore[type-arg]
+def test_files_that_hold_no_finite_numbers(values: NDArray[Any], tmp_path: Path) -> None:
     np.save(tmp_path / "bad.npy", values)
     with pytest.raises(ConfigError, match="expected"):
         inputs.load(str(tmp_path / "bad.npy"))

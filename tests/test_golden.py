@@ -30,7 +30,38 @@ PLANS: dict[str, dict[str, Any]] = {
     "vq": {"codec": {"codec": "vq", "dim": 2, "size": 16}},
     "vq-block": {"codec": {"codec": "vq", "dim": 4, "size": 300, "block": 16}},
     "rules": {"codec": {"codec": "sign"}, "rules": [["*.bias", {"codec": "uniform"}], ["fc2*", None]], "min_size": 0},
+    "rules-by-kind": {
+        "codec": {"codec": "sign"},
+        "rules": [{"pattern": "*", "codec": None, "kind": "matrix", "max_size": 500}],
+    },
+    "qsgd": {"codec": {"codec": "qsgd", "levels": 4, "bucket": 100}},
+    "terngrad": {"codec": {"codec": "terngrad"}},
+    "noisysign": {"codec": {"codec": "noisysign"}},
+    "log": {"codec": {"codec": "log", "block": 50}},
+    "lloydmax": {"codec": {"codec": "lloydmax", "bits": 3}},
+    "randk": {"codec": {"codec": "randk", "fraction": 0.1, "values": {"codec": "uniform", "bits": 4}}},
+    "blocktopk": {"codec": {"codec": "blocktopk", "fraction": 0.1, "block": 8}},
+    "threshold": {"codec": {"codec": "threshold", "tau": 2.0, "values": {"codec": "sign"}}},
+    "stc": {"codec": {"codec": "stc", "fraction": 0.05}},
+    "eden": {"codec": {"codec": "eden", "bits": 1.5}},
+    "eden-sub-bit": {"codec": {"codec": "eden", "bits": 0.2, "scale": "mse", "rounds": 2}},
+    "rvq": {"codec": {"codec": "rvq", "dim": 4, "size": 16}},
+    "e8": {"codec": {"codec": "e8", "bits": 1.0}},
+    "lowrank": {"codec": {"codec": "lowrank", "rank": 3, "factors": {"codec": "uniform"}}},
+    "powersgd": {"codec": {"codec": "powersgd", "rank": 3}},
+    "tensortrain": {"codec": {"codec": "tensortrain", "rank": 3}},
+    "sketch": {"codec": {"codec": "sketch", "ratio": 4.0, "keep": 0.2}},
+    "ecsq": {"codec": {"codec": "ecsq", "bits": 1.0}},
+    "ecsq-stochastic": {"codec": {"codec": "ecsq", "step": 0.5, "rounding": "stochastic"}},
+    "trellis": {"codec": {"codec": "trellis", "bits": 1.0}},
 }
+
+PLATFORM_FREE = [
+    name for name, plan in PLANS.items()
+    if plan["codec"]["codec"] not in ("vq", "rvq", "eden", "e8", "lowrank", "powersgd", "tensortrain", "lloydmax", "log", "ecsq",
+                                      "trellis")
+]  # fmt: skip
+"""Those whose encoder hangs on no matrix product, logarithm or near-tie of a machine's own."""
 
 
 def example() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -79,7 +110,7 @@ def test_every_codec_has_a_golden_frame() -> None:
     assert found >= set(fedcomp.registered())
 
 
-@pytest.mark.parametrize("name", [n for n in PLANS if not n.startswith("vq")])  # k-means hangs on the matrix product
+@pytest.mark.parametrize("name", PLATFORM_FREE)
 def test_the_same_inputs_still_give_the_golden_bytes(name: str) -> None:
     base, new = example()
     plan = Plan.from_config(PLANS[name])

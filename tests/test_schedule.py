@@ -42,6 +42,14 @@ def test_rules_by_kind(kind: str, expected: list[str]) -> None:
     assert [t.name for b in coded for t in b.layout.tensors] == expected
 
 
+def test_the_layered_plan_knows_its_layers() -> None:
+    found = {t.name: c and c.name for t, c in zip(LAYOUT.tensors, Plan.layered().assign(LAYOUT), strict=True)}
+    assert found == {
+        "conv.weight": "uniform", "conv.bias": "uniform", "tok_emb.weight": "uniform", "fc.weight": "lowrank",
+        "norm.weight": None, "small.weight": "lowrank", "scale": "uniform",
+    }  # fmt: skip
+
+
 def test_rules_by_size_and_their_configuration() -> None:
     plan = Plan(Uniform(), (Rule("*", Sign(), "matrix", 20, 100), Rule("*.bias", None), Rule("*", Sign(), max_size=20)))
     found = {t.name: str(c) for t, c in zip(LAYOUT.tensors, plan.assign(LAYOUT), strict=True)}
@@ -61,6 +69,20 @@ def test_rules_by_size_and_their_configuration() -> None:
 def test_schedules_that_make_no_sense(phases: Any) -> None:
     with pytest.raises(ConfigError):
         Schedule.of(phases)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "sign | int8", "2: sign", "sign | 5: x", "sign | every 3: int8", "x: sign", "sign || int8"]
+)
+def test_texts_that_are_no_schedule(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Schedule.parse(text)
+
+
+def test_schedules_as_text() -> None:
+    text = "float32 | 6: uniform(8) | 21: topk(0.1, values=uniform(4)) | every 10: float32"
+    phases = [(1, "float32"), (6, "uniform(8)"), (21, "topk(0.1, values=uniform(4))")]
+    assert Schedule.parse(text) == Schedule.of(phases, full_every=10)
 
 
 def update() -> tuple[dict[str, Any], dict[str, Any]]:

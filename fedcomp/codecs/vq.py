@@ -260,15 +260,15 @@ def nearest(groups: NDArray[np.float32], vectors: NDArray[np.float32]) -> NDArra
     return out
 
 
-def train(groups: NDArray[np.float32], size: int, rng: np.random.Generator, rounds: int = 8) -> NDArray[np.float32]:
+def train(groups: NDArray[np.float32], size: int, rng: np.random.Generator, rounds: int = 12) -> NDArray[np.float32]:
     """K-means code vectors (at most size - 1, dim) beside the zero vector, trained on a sample of the groups (n, dim).
 
-    Lloyd's algorithm on at most 64 groups a code vector; a code vector that attracts nothing is moved to the group with
+    Lloyd's algorithm on at most 128 groups a code vector; a code vector that attracts nothing is moved to the group with
     the largest error. Sums are float64. Fewer distinct groups than `size` give fewer vectors.
     """
     sample = groups[np.flatnonzero(groups.any(axis=1))]
-    if len(sample) > 64 * size:
-        sample = sample[np.sort(rng.choice(len(sample), 64 * size, replace=False))]
+    if len(sample) > 128 * size:
+        sample = sample[np.sort(rng.choice(len(sample), 128 * size, replace=False))]
     distinct = (
         sample[np.sort(np.unique(sample.round(4), axis=0, return_index=True)[1])] if len(sample) < 4 * size else sample
     )

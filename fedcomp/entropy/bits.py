@@ -66,6 +66,8 @@ def _dtype_for(width: int) -> np.dtype[np.unsignedinteger[Any]]:
 def _pack_narrow(values: NDArray[np.uint8], width: int) -> bytes:
     """Pack (count,) values of 1 to 7 bits: pairs of fields are pushed together three times, 8 -> 16 -> 32 -> 64."""
     count = values.size
+    if width == 1:
+        return np.packbits(values, bitorder="little").tobytes()
     padded = np.zeros(-(-count // 8) * 8, np.uint8)
     padded[:count] = values
     groups = padded.view("<u8")
@@ -78,6 +80,8 @@ def _pack_narrow(values: NDArray[np.uint8], width: int) -> bytes:
 
 def _unpack_narrow(data: NDArray[np.uint8], count: int, width: int) -> NDArray[np.uint8]:
     """Undo `_pack_narrow`; bits above a shared tail fall off because only `count` values are kept."""
+    if width == 1:
+        return np.unpackbits(data, count=count, bitorder="little")
     padded = np.zeros((-(-count // 8), width), np.uint8)
     padded.reshape(-1)[: data.size] = data
     spread = np.zeros((padded.shape[0], 8), np.uint8)

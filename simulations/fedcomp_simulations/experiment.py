@@ -19,7 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fedcomp import ErrorFeedback, parse_codec
+from fedcomp import ErrorFeedback, Schedule
 from fedcomp.errors import ConfigError
 from fedcomp.feedback import FEEDBACKS
 from fedcomp_simulations import datasets, partition
@@ -37,7 +37,7 @@ STRATEGIES: dict[str, tuple[str, ...]] = {  # and the options each of them takes
 
 @dataclass(frozen=True)
 class Method:
-    """One way to upload: a codec as text, as in `fedcomp codecs`, and the feedback around it."""
+    """One way to upload: a codec or a schedule of codecs as text, and the feedback around it."""
 
     name: str
     codec: str
@@ -45,14 +45,15 @@ class Method:
 
     def __post_init__(self) -> None:
         _one_of("feedback", self.feedback, FEEDBACKS)
-        codec = parse_codec(self.codec)
+        plans = Schedule.parse(self.codec).plans()
         if self.feedback == "ef":
-            ErrorFeedback(codec)  # refuses codecs with which it diverges
+            for codec in {codec for plan in plans for codec in plan.codecs()}:
+                ErrorFeedback(codec)  # refuses codecs with which it diverges
 
     @property
     def uncompressed(self) -> bool:
         """Whether this is the plain float32 upload that others are compared with."""
-        return self.feedback == "none" and parse_codec(self.codec) == parse_codec("float32")
+        return self.feedback == "none" and Schedule.parse(self.codec) == Schedule.parse("float32")
 
 
 @dataclass(frozen=True)

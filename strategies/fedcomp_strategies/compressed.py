@@ -21,7 +21,7 @@ from fedcomp import Codec, ErrorFeedback, FedcompError, FrameError, LayoutError,
 from fedcomp.layout import Layout, check_finite, check_same_tensors
 from fedcomp.monitor import Monitor, Sink
 from fedcomp.request import KEY, STYPE, Request
-from fedcomp.schedule import Schedule
+from fedcomp.schedule import Schedule, as_schedule
 
 log = logging.getLogger("fedcomp")
 
@@ -86,7 +86,7 @@ class Compressed(Strategy):
         self.traffic: list[RoundTraffic] = []
         self.monitor = monitor
         self._monitors: dict[int, Monitor] = {}
-        self._schedule = uplink if isinstance(uplink, Schedule) else Schedule.of([(1, uplink)])
+        self._schedule = as_schedule(uplink)
         self._learnt: dict[Plan, Plan] = {}
         self._request = Request(self._schedule.plan(1), 0, feedback, seed, _new_session())
         self._sent: dict[int, ArrayRecord] = {}
