@@ -43,7 +43,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def never_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(experiment: Experiment, workers: int | None) -> Results:
+    def run(experiment: Experiment, workers: int | None, monitor: bool) -> Results:
         pytest.fail("the mistake should have been found before the run")
 
     monkeypatch.setattr(commands, "_run", run)
@@ -105,7 +105,7 @@ def check_contract(value: dict[str, object]) -> None:
 def test_options_change_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Experiment, int | None]] = []
 
-    def run(experiment: Experiment, workers: int | None) -> Results:
+    def run(experiment: Experiment, workers: int | None, monitor: bool) -> Results:
         seen.append((experiment, workers))
         raise KeyboardInterrupt
 
@@ -164,7 +164,7 @@ def test_probing_leaves_existing_files_alone(capsys: pytest.CaptureFixture[str])
 def test_results_that_cannot_be_written_in_the_end_are_an_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(experiment: Experiment, workers: int | None) -> Results:
+    def run(experiment: Experiment, workers: int | None, monitor: bool) -> Results:
         Path("results", "tiny").rmdir()
         return runner.run_experiment(experiment)
 

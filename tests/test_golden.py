@@ -56,11 +56,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "trellis": {"codec": {"codec": "trellis", "bits": 1.0}},
 }
 
-PLATFORM_FREE = [
-    name for name, plan in PLANS.items()
-    if plan["codec"]["codec"] not in ("vq", "rvq", "eden", "e8", "lowrank", "powersgd", "tensortrain", "lloydmax", "log", "ecsq",
-                                      "trellis")
-]  # fmt: skip
+PLATFORM_BOUND = {
+    "vq", "rvq", "eden", "e8", "lowrank", "powersgd", "tensortrain", "lloydmax", "log", "ecsq", "trellis",
+}  # fmt: skip
+PLATFORM_FREE = [name for name, plan in PLANS.items() if plan["codec"]["codec"] not in PLATFORM_BOUND]
 """Those whose encoder hangs on no matrix product, logarithm or near-tie of a machine's own."""
 
 

@@ -263,8 +263,8 @@ def nearest(groups: NDArray[np.float32], vectors: NDArray[np.float32]) -> NDArra
 def train(groups: NDArray[np.float32], size: int, rng: np.random.Generator, rounds: int = 12) -> NDArray[np.float32]:
     """K-means code vectors (at most size - 1, dim) beside the zero vector, trained on a sample of the groups (n, dim).
 
-    Lloyd's algorithm on at most 128 groups a code vector; a code vector that attracts nothing is moved to the group with
-    the largest error. Sums are float64. Fewer distinct groups than `size` give fewer vectors.
+    Lloyd's algorithm on at most 128 groups a code vector; a code vector that attracts nothing is moved to the group
+    with the largest error. Sums are float64. Fewer distinct groups than `size` give fewer vectors.
     """
     sample = groups[np.flatnonzero(groups.any(axis=1))]
     if len(sample) > 128 * size:
