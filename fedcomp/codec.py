@@ -45,13 +45,15 @@ class Symbols:
     """`count` integers in [0, size), size at most 65536, as uint8 (size up to 256) or uint16: entropy coded.
 
     With `shapes`, the (rows, columns) of matrices that the symbols fill one after the other (see `matrix_shapes`),
-    each is coded in the context of how busy its row and its column are where that is shorter.
+    each is coded in the context of how busy its row and its column are where that is shorter. With `fast` they are
+    only packed into bits.
     """
 
     name: str
     count: int
     size: int
     shapes: tuple[tuple[int, int], ...] = ()
+    fast: bool = False
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def _write_part(part: NDArray[Any], spec: PartSpec) -> bytes:
         case Floats():
             return _write_planes((part.view(np.uint32) >> np.uint32(16)).astype(np.uint16))
         case Symbols(shapes=()):
-            return encode_symbols(part, spec.size)
+            return encode_symbols(part, spec.size, fast=spec.fast)
         case Symbols():
             return encode_matrices(part, spec.size, spec.shapes)
         case Positions():

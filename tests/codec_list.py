@@ -17,6 +17,7 @@ CODECS: list[Codec] = [
     Identity("float16"),
     Uniform(8),
     Uniform(8, block=64),
+    Uniform(5, fast=True),
     Uniform(4, block=7),
     Uniform(1),
     Uniform(1, block=16),

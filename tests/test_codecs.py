@@ -43,11 +43,11 @@ def frame_size(codec: Codec, x: Vector) -> int:
     ("text", "match"),
     [
         ("zip", "unknown codec 'zip'; known: blocktopk, e8, ecsq, .*vq, float16, float32, int4, int8"),
-        ("uniform(bites=3)", "codec 'uniform': unknown key 'bites'; known: bits, block, rounding, affine"),
+        ("uniform(bites=3)", "codec 'uniform': unknown key 'bites'; known: bits, block, rounding, affine, fast"),
         ("uniform(9)", "bits: expected a whole number from 1 to 8, got 9"),
         ("uniform(bits='8')", "bits: expected a whole number"),
         ("uniform(True)", "bits: expected a whole number"),
-        ("uniform(1, 2, 'nearest', False, 5)", "5 arguments given"),
+        ("uniform(1, 2, 'nearest', False, False, 5)", "6 arguments given"),
         ("uniform(8, bits=4)", "an argument is given twice"),
         ("uniform(8, rounding='up')", "rounding: expected one of 'nearest', 'stochastic', got 'up'"),
         ("topk", "give either fraction or k"),
@@ -150,6 +150,12 @@ def test_block_scales_follow_local_magnitude(block: int, overhead: float) -> Non
 def test_entropy_coding_takes_back_unused_levels() -> None:
     x = np.random.default_rng(3).standard_normal(50_000, np.float32) ** 5
     assert 8 * frame_size(Uniform(8), x) / x.size < 3
+
+
+def test_fast_frames_are_packed_and_decode_to_the_same() -> None:
+    x = np.random.default_rng(3).standard_normal(10_000, np.float32)
+    assert np.array_equal(trip(Uniform(8, fast=True), x), trip(Uniform(8), x))
+    assert 10_000 < frame_size(Uniform(8, fast=True), x) < 10_050
 
 
 def test_float16_clips_what_it_cannot_hold() -> None:

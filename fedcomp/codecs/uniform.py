@@ -38,6 +38,7 @@ class Uniform(Codec):
             magnitude better and costs more scales. 0: one float32 scale per tensor.
         rounding: "nearest" (least error, biased) or "stochastic" (unbiased, about twice the squared error).
         affine: code between the block's minimum and maximum instead of around zero; for one-sided data.
+        fast: pack the symbols into bits and leave the entropy coder out: several times faster, more bytes.
 
     >>> from fedcomp import Layout
     >>> x = np.array([0.0, 1.0, -127.0, 63.4], np.float32)
@@ -53,12 +54,14 @@ class Uniform(Codec):
     block: int = 0
     rounding: str = "nearest"
     affine: bool = False
+    fast: bool = False
 
     def __post_init__(self) -> None:
         _validate.integer(low=1, high=8, bits=self.bits)
         _validate.integer(low=0, high=2**31 - 1, block=self.block)
         _validate.one_of(choices=("nearest", "stochastic"), rounding=self.rounding)
         _validate.flag(affine=self.affine)
+        _validate.flag(fast=self.fast)
 
     @property
     def unbiased(self) -> bool:
@@ -80,6 +83,9 @@ class Uniform(Codec):
     def _encode(self, x: Vector, layout: Layout, rng: np.random.Generator) -> Parts:
         low, high = self._ends(x, layout)
         q = np.empty(layout.size, np.uint8)
+        if self.rounding == "nearest" and not self.affine and self.bits > 1 and _tame(high):
+            self._quantize(x, layout, high, q)
+            return {"high": high, "q": q}
         steps = np.float32(self._size - 1)
         for values, blocks in spans(layout, self.block):
             piece = x[values].reshape(blocks.stop - blocks.start, -1)
@@ -102,6 +108,16 @@ class Uniform(Codec):
             q[values] = t.ravel()
         return {"high": high, "q": q} if not self.affine else {"low": low, "high": high, "q": q}
 
+    def _quantize(self, x: Vector, layout: Layout, high: Vector, q: NDArray[np.uint8]) -> None:
+        """The commonest case in the fewest passes: symmetric, nearest, scales that can be inverted."""
+        top = np.float32(self._size // 2)
+        inverse = np.where(high == 0, np.float32(0), top / (high + (high == 0)))
+        for values, blocks in spans(layout, self.block):
+            t = x[values].reshape(blocks.stop - blocks.start, -1) * inverse[blocks, None]
+            np.rint(t, out=t)
+            t += top
+            q[values] = t.ravel()
+
     def _ends(self, x: Vector, layout: Layout) -> tuple[Vector, Vector]:
         """Lowest and highest level of each block, as they will be sent."""
         if self.affine:
@@ -121,7 +137,7 @@ class Uniform(Codec):
             yield Floats("high", blocks)
         else:
             yield Floats("high", blocks, "bfloat16" if self.block else "float32", low=0.0)
-        yield Symbols("q", layout.size, self._size)
+        yield Symbols("q", layout.size, self._size, fast=self.fast)
 
     def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
         high, q = parts["high"], parts["q"]
@@ -141,6 +157,12 @@ def _levels(size: int, affine: bool) -> tuple[Vector, Vector]:
     up = np.arange(size, dtype=np.float64) / (size - 1)
     high = up if affine else 2 * up - 1
     return high.astype(np.float32), (1 - up).astype(np.float32)
+
+
+def _tame(high: Vector) -> bool:
+    """Whether all scales are zero or far from the ends of float32."""
+    used = high[high > 0]
+    return used.size == 0 or bool(used.min() > 1e-30 and used.max() < 3e38)
 
 
 def _ratio(x: Vector, high: Vector) -> NDArray[np.float32]:

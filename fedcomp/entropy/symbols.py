@@ -28,17 +28,20 @@ _SPARSE_SHARE = 16  # sparse when all but the most frequent symbol make up at mo
 _PIECE = 1 << 16
 
 
-def encode_symbols(symbols: NDArray[np.uint8] | NDArray[np.uint16], size: int) -> bytes:
+def encode_symbols(symbols: NDArray[np.uint8] | NDArray[np.uint16], size: int, *, fast: bool = False) -> bytes:
     """Code (count,) symbols in [0, size), 1 <= size <= 65536, as short as a static order-0 model allows.
 
     The count is not stored. The result has no bytes when count is 0 or size is 1, and is never longer than a mode
-    byte and ceil(count * ceil(log2 size) / 8) bytes. Raises ConfigError for another dtype, shape or range.
+    byte and ceil(count * ceil(log2 size) / 8) bytes. With `fast` it is just that, and the symbols are trusted to be in
+    range. Raises ConfigError for another dtype, shape or range.
 
     >>> encode_symbols(np.array([0, 1, 1, 1], np.uint8), 2).hex()
     '010e'
     """
-    counts = histogram(symbols, size)
     count = symbols.size
+    if fast and count and size > 1:
+        return _encode_packed(symbols, size)
+    counts = histogram(symbols, size)
     if count == 0 or size == 1:
         return b""
     used = np.flatnonzero(counts)

@@ -35,7 +35,7 @@ TYPICAL = {
     "threshold": ["3, values=uniform(8)"],
     "topk": ["0.01, values=uniform(8)"],
     "trellis": ["bits=1", "bits=2"],
-    "uniform": ["8", "4, block=64", "2, rounding='stochastic'"],
+    "uniform": ["8", "8, fast=True", "4, block=64", "2, rounding='stochastic'"],
     "vq": ["8, 288", "4, 16"],
 }  # fmt: skip
 """Arguments of codecs without defaults, or that should show more than one setting."""
