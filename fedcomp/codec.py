@@ -184,6 +184,20 @@ class Codec(ABC):
         return f"{self.name}({', '.join(told)})"
 
 
+class ContractiveCodec(Codec):
+    """A codec that is biased and never moves a vector further than its own length, whatever its settings."""
+
+    @property
+    def unbiased(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def contractive(self) -> bool:
+        """True."""
+        return True
+
+
 def _text(value: object) -> str:
     return str(value) if isinstance(value, Codec) else repr(_json_value(value))
 

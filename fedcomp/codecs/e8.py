@@ -23,7 +23,19 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate
 from fedcomp.blocks import CHUNK
-from fedcomp.codec import Codec, Count, Floats, Index, Parts, PartSpec, Schema, Symbols, register, symbol_dtype
+from fedcomp.codec import (
+    Codec,
+    ContractiveCodec,
+    Count,
+    Floats,
+    Index,
+    Parts,
+    PartSpec,
+    Schema,
+    Symbols,
+    register,
+    symbol_dtype,
+)
 from fedcomp.codecs.uniform import Uniform
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
@@ -63,7 +75,7 @@ _BITS = (
 
 @register
 @dataclass(frozen=True)
-class E8(Codec):
+class E8(ContractiveCodec):
     """Nearest points of the E8 lattice with one step for the whole bucket, entropy coded. Biased.
 
     Args:
@@ -93,14 +105,6 @@ class E8(Codec):
             _validate.number(low=0.01, high=12, bits=self.bits)
         else:
             _validate.number(low=1e-4, high=100, step=self.step)
-
-    @property
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    def contractive(self) -> bool:
-        return True
 
     @property
     def gentle(self) -> Codec | None:

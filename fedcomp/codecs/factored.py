@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import _validate
-from fedcomp.codec import Codec, Index, Parts, Schema, Symbols, nested, put_below, take_below
+from fedcomp.codec import Codec, ContractiveCodec, Index, Parts, Schema, Symbols, nested, put_below, take_below
 from fedcomp.layout import Layout, Tensor, Vector
 
 MAX_RANK = 64
@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 Factor = NDArray[np.float32]
 
 
-class Factored(Codec):
+class Factored(ContractiveCodec):
     """Base of codecs that write tensors as factors. Fields of all of them: rank, factors."""
 
     rank: int
@@ -44,14 +44,6 @@ class Factored(Codec):
     @abstractmethod
     def _join(self, factors: tuple[Factor, ...], tensor: Tensor) -> Vector:
         """The tensor that any finite factors stand for, finite, as a vector."""
-
-    @property
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    def contractive(self) -> bool:
-        return True
 
     @property
     def gentle(self) -> Codec | None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate
 from fedcomp.blocks import bfloat16_nearest, block_count, spans
-from fedcomp.codec import Codec, Count, Floats, Index, Parts, Schema, Symbols, register
+from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Index, Parts, Schema, Symbols, register
 from fedcomp.codecs.ternary import root_mean_squares
 from fedcomp.codecs.vq import Codebook
 from fedcomp.errors import ConfigError
@@ -33,7 +33,7 @@ _ROUNDS = 100
 
 @register
 @dataclass(frozen=True)
-class LloydMax(Codec):
+class LloydMax(ContractiveCodec):
     """Scalar quantization with levels trained on the data, entropy coded. Biased.
 
     Args:
@@ -71,14 +71,6 @@ class LloydMax(Codec):
                     f"lloydmax: codebook has {len(self.codebook.vectors)} vectors of {self.codebook.dim}, "
                     f"expected at most {1 << self.bits} of 1"
                 )
-
-    @property
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    def contractive(self) -> bool:
-        return True
 
     def adapt(self, update: Vector, layout: Layout, rng: np.random.Generator) -> Codec:
         """With shared=True: the codec with levels trained on the last mean update."""

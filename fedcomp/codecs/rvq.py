@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate
 from fedcomp.blocks import block_count
-from fedcomp.codec import Codec, Count, Floats, Index, Parts, Schema, Symbols, register
+from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Index, Parts, Schema, Symbols, register
 from fedcomp.codecs.uniform import Uniform
 from fedcomp.codecs.vq import Codebook, VectorQuantizer, nearest, train
 from fedcomp.errors import ConfigError
@@ -28,7 +28,7 @@ _MAX = np.finfo(np.float32).max
 
 @register
 @dataclass(frozen=True)
-class ResidualVQ(Codec):
+class ResidualVQ(ContractiveCodec):
     """Groups of values as one index a stage into that stage's k-means codebook, entropy coded. Biased.
 
     Args:
@@ -74,14 +74,6 @@ class ResidualVQ(Codec):
                 raise ConfigError(
                     f"rvq: codebook has {got[0]} vectors of {got[1]}, expected {expected[0]} of {expected[1]}"
                 )
-
-    @property
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    def contractive(self) -> bool:
-        return True
 
     @property
     def gentle(self) -> Codec | None:

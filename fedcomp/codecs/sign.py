@@ -17,7 +17,7 @@ import numpy as np
 
 from fedcomp import _validate
 from fedcomp.blocks import block_count, spans
-from fedcomp.codec import Codec, Count, Floats, Index, Parts, Positions, Schema, Symbols, register
+from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Index, Parts, Positions, Schema, Symbols, register
 from fedcomp.codecs.uniform import Uniform
 from fedcomp.layout import Layout, Vector
 
@@ -26,7 +26,7 @@ _FOUR_BITS = Uniform(4)
 
 @register
 @dataclass(frozen=True)
-class Sign(Codec):
+class Sign(ContractiveCodec):
     """The sign of each value times its tensor's mean magnitude. Biased: use it with error feedback.
 
     Args:
@@ -46,14 +46,6 @@ class Sign(Codec):
 
     def __post_init__(self) -> None:
         _validate.one_of(choices=("keep", "plus"), zeros=self.zeros)
-
-    @property
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    def contractive(self) -> bool:
-        return True
 
     @property
     def gentle(self) -> Codec | None:

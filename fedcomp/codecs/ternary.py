@@ -22,7 +22,7 @@ import numpy as np
 
 from fedcomp import _validate
 from fedcomp.blocks import block_count, peaks, spans
-from fedcomp.codec import Codec, Count, Floats, Index, Parts, Positions, Schema, Symbols, register
+from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Index, Parts, Positions, Schema, Symbols, register
 from fedcomp.codecs.topk import largest
 from fedcomp.codecs.uniform import Uniform
 from fedcomp.layout import Layout, Vector
@@ -90,7 +90,7 @@ class TernGrad(Codec):
 
 @register
 @dataclass(frozen=True)
-class STC(Codec):
+class STC(ContractiveCodec):
     """The largest values as signs with one common magnitude; the rest are sent as zero. Biased.
 
     Args:
@@ -111,14 +111,6 @@ class STC(Codec):
 
     def __post_init__(self) -> None:
         _validate.number(low=0, high=1, above=True, fraction=self.fraction)
-
-    @property
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    def contractive(self) -> bool:
-        return True
 
     @property
     def gentle(self) -> Codec | None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate
 from fedcomp.blocks import block_count
-from fedcomp.codec import Codec, Count, Floats, Index, Parts, Schema, Symbols, register, symbol_dtype
+from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Index, Parts, Schema, Symbols, register, symbol_dtype
 from fedcomp.codecs.uniform import Uniform
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
@@ -85,7 +85,7 @@ class Codebook:
 
 @register
 @dataclass(frozen=True)
-class VectorQuantizer(Codec):
+class VectorQuantizer(ContractiveCodec):
     """Groups of values as indices into a k-means codebook, entropy coded. Biased.
 
     Args:
@@ -131,14 +131,6 @@ class VectorQuantizer(Codec):
                     f"vq: codebook has {len(self.codebook.vectors)} vectors of {self.codebook.dim}, "
                     f"expected at most {self.size} of {self.dim}"
                 )
-
-    @property
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    def contractive(self) -> bool:
-        return True
 
     @property
     def gentle(self) -> Codec | None:
