@@ -49,11 +49,32 @@ def _speed(speed: float, memcpy: float) -> str:
 def save_plot(rows: list[Row], path: Path) -> None:
     """Write a PNG with NMSE (after the best scale) against bits, one picture an input, both axes logarithmic."""
     inputs = list(dict.fromkeys(row.input for row in rows))
-    figure = Figure(figsize=(8.5, 5.2 * len(inputs)), dpi=100, layout="constrained")
+    figure = Figure(figsize=(11.5, 6.2 * len(inputs)), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     for axes, name in zip(figure.subplots(len(inputs), squeeze=False)[:, 0], inputs, strict=True):
         _draw(axes, name, [row for row in rows if row.input == name])
     figure.savefig(path, dpi=150, format="png")
+
+
+def _clusters(rows: list[Row]) -> dict[tuple[float, float], list[int]]:
+    """Numbers of the rows by place, those too close to be told apart together."""
+    places: dict[tuple[float, float], list[int]] = {}
+    for number, row in enumerate(rows, 1):
+        here = (row.bits_per_parameter, row.nmse_scaled)
+        near = (p for p in places if abs(np.log10(p[0] / here[0])) < 0.07 and abs(np.log10(p[1] / here[1])) < 0.12)
+        places.setdefault(next(near, here), []).append(number)
+    return places
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Numbers with runs drawn together: 3, 7-9."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _draw(axes: Axes, name: str, rows: list[Row]) -> None:
@@ -69,9 +90,11 @@ def _draw(axes: Axes, name: str, rows: list[Row]) -> None:
         if group:
             x = [row.bits_per_parameter for row in group]
             axes.plot(x, [row.nmse_scaled for row in group], "o", color=colour, markersize=5, label=label)
-    for row in shown:
-        place = (row.bits_per_parameter, row.nmse_scaled)
-        axes.annotate(row.codec[:40], place, xytext=(5, 3), textcoords="offset points", fontsize=7)
+    shown.sort(key=lambda row: row.bits_per_parameter)
+    for place, numbers in _clusters(shown).items():
+        axes.annotate(_ranges(numbers), place, xytext=(5, 4), textcoords="offset points", fontsize=8)
+    listed = "\n".join(f"{number:>2}  {row.codec[:44]}" for number, row in enumerate(shown, 1))
+    axes.text(1.02, 1, listed, transform=axes.transAxes, va="top", fontsize=7.5, family="monospace", parse_math=False)
     axes.set(xscale="log", yscale="log", xlabel="bits per parameter, from the frame's length")
     axes.set_ylabel("NMSE after the best scale")
     axes.set_title(f"{name}, {rows[0].n:,} values", loc="left", fontsize=11)
