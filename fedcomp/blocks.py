@@ -5,6 +5,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedcomp.layout import Layout, Vector
 
@@ -68,6 +69,26 @@ def means(x: Vector, layout: Layout, block: int) -> Vector:
         total[blocks] += rows.sum(axis=1, dtype=np.float64)
         count[blocks] += rows.shape[1]
     return (total / np.maximum(count, 1)).astype(np.float32)
+
+
+def root_mean_square(x: Vector) -> float:
+    """Root mean square of the values, in float64 inside."""
+    total = 0.0
+    for start in range(0, x.size, CHUNK):
+        piece = x[start : start + CHUNK].astype(np.float64)
+        total += float(piece @ piece)
+    return float(np.sqrt(total / max(x.size, 1)))
+
+
+def root_mean_squares(x: Vector, layout: Layout, block: int = 0) -> NDArray[np.float64]:
+    """Root mean square of each block (block_count,), in float64."""
+    total = np.zeros(block_count(layout, block))
+    count = np.zeros_like(total)
+    for values, blocks in spans(layout, block):
+        rows = x[values].reshape(blocks.stop - blocks.start, -1).astype(np.float64)
+        total[blocks] += np.einsum("ij,ij->i", rows, rows)
+        count[blocks] += rows.shape[1]
+    return np.sqrt(total / np.maximum(count, 1))
 
 
 def bfloat16_up(scale: Vector) -> Vector:

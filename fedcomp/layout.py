@@ -119,6 +119,14 @@ class Layout:
             check_finite(tensor.name, x[where])
 
 
+def is_float_dtype(name: str) -> bool:
+    """Whether a dtype's name, of whatever byte order, is that of a floating-point type of numpy."""
+    try:
+        return np.dtype(name).kind == "f"
+    except TypeError:
+        return False
+
+
 def check_finite(name: str, values: NDArray[Any]) -> None:
     """Raise NonFiniteError if the named floating-point tensor holds NaN or infinity."""
     bad = values.size - int(np.isfinite(values).sum())

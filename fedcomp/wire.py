@@ -120,7 +120,7 @@ def _write_part(part: NDArray[Any], spec: PartSpec) -> bytes:
         case Symbols():
             return encode_matrices(part, spec.size, spec.shapes)
         case Positions():
-            return encode_positions(part, spec.universe)
+            return encode_positions(part.astype(np.int64, copy=False), spec.universe)  # 32-bit machines index by int32
         case Count():
             return write_varint(int(part))
 

@@ -93,7 +93,9 @@ def test_numbers_of_other_types_make_the_same_codec_and_frame() -> None:
     plan = Plan(TopK(1), min_size=0)
     frame = fedcomp.compress(base, {"x": x}, plan, round=1, rng=np.random.default_rng(0)).frame
     fedcomp.decompress(frame, base, plan=Plan(TopK(1.0), min_size=0))
-    for wrong in ("uniform(affine=1)", "vq(shared=0)", "topk(k=2.0)"):
+    flags = ("uniform(affine=1)", "vq(shared=0)", "lloydmax(shared=1)", "randk(0.1, scaled=1)", "powersgd(warm=1)")
+    large = (f"lloydmax(block={2**70})", f"log(block={2**70})", f"qsgd(bucket={2**70})", f"randk(k={2**70})")
+    for wrong in (*flags, *large, "topk(k=2.0)"):
         with pytest.raises(ConfigError, match="expected"):
             fedcomp.parse_codec(wrong)
 

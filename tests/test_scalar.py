@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 import fedcomp
 from fedcomp import Codec, ConfigError, Layout, Plan, Tensor, nmse, wire
-from fedcomp.codecs.ecsq import ECSQ, Cells, root_mean_square
+from fedcomp.blocks import root_mean_square
+from fedcomp.codecs.ecsq import ECSQ, Cells
 from fedcomp.codecs.lloydmax import LloydMax
 from fedcomp.codecs.logquant import LogQuantizer
 from fedcomp.codecs.noisysign import NoisySign

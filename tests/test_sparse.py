@@ -54,7 +54,7 @@ def gauss(size: int, seed: int = 0) -> Vector:
         ("randk(0.1, k=3)", "give either fraction or k"),
         ("randk(2)", "fraction: expected a number above 0 to 1, got 2"),
         ("randk(0.1, values=3)", "values: expected a Codec"),
-        ("randk(0.1, scaled=2)", "scaled: expected one of"),
+        ("randk(0.1, scaled=2)", "scaled: expected True or False, got 2"),
         ("blocktopk", "missing 1 required"),
         ("blocktopk(0.1, block=0)", "block: expected a whole number"),
         ("threshold(0)", "tau: expected a number above 0"),

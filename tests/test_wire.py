@@ -103,6 +103,14 @@ def test_every_dtype_travels(dtype: str) -> None:
     assert np.array_equal(back, new["x"])
 
 
+def test_positions_of_32_bit_machines_make_the_same_frame() -> None:
+    layout, plan = Layout.vector(100), Plan(TopK(0.1), gentle_share=0)
+    parts = TopK(0.1).encode(np.arange(100, dtype=np.float32), layout, np.random.default_rng(0))
+    narrow = {**parts, "positions": parts["positions"].astype(np.int32)}
+    frames = {wire.pack(wire.Contents(plan, layout, 1, [p], {}), layout) for p in (parts, narrow)}
+    assert len(frames) == 1
+
+
 def test_dtypes_that_models_cannot_hold_are_named() -> None:
     with pytest.raises(fedcomp.LayoutError, match="tensor 'c': dtype complex64 is not supported"):
         fedcomp.compress(

@@ -8,11 +8,11 @@ import logging
 from collections.abc import Mapping
 from functools import lru_cache
 
-import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
 from fedcomp import ConfigError, LayoutError, compress, decompress, generator
+from fedcomp.layout import is_float_dtype
 from fedcomp.monitor import Monitor, Sink
 from fedcomp.request import KEY, STYPE, Request
 from fedcomp_clients.state import FileStore, ResidualStore
@@ -85,15 +85,7 @@ compress_mod = CompressMod()
 
 
 def _has_floats(record: Mapping[str, Array]) -> bool:
-    """Whether a record holds any floating-point array, of whatever byte order."""
-    return any(array.stype == "numpy.ndarray" and _kind(array) == "f" for array in record.values())
-
-
-def _kind(array: Array) -> str:
-    try:
-        return np.dtype(array.dtype).kind
-    except TypeError:  # not a name of numpy's
-        return ""
+    return any(array.stype == "numpy.ndarray" and is_float_dtype(array.dtype) for array in record.values())
 
 
 def _node(context: Context) -> tuple[str, int]:

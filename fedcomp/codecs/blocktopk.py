@@ -17,13 +17,10 @@ from numpy.typing import NDArray
 from fedcomp import _validate
 from fedcomp.blocks import block_count, spans
 from fedcomp.codec import Codec, Index, Parts, Positions, Schema, nested, put_below, register, take_below
-from fedcomp.codecs.identity import Identity
+from fedcomp.codecs.identity import FLOAT32
 from fedcomp.codecs.topk import largest
-from fedcomp.codecs.uniform import Uniform
+from fedcomp.codecs.uniform import FOUR_BITS
 from fedcomp.layout import Layout, Vector
-
-_FLOAT32 = Identity()
-_FOUR_BITS = Uniform(4)
 
 
 @register
@@ -49,7 +46,7 @@ class BlockTopK(Codec):
 
     fraction: float
     block: int = 32
-    values: Codec = _FLOAT32
+    values: Codec = FLOAT32
 
     def __post_init__(self) -> None:
         _validate.number(low=0, high=1, above=True, fraction=self.fraction)
@@ -67,7 +64,7 @@ class BlockTopK(Codec):
     @property
     def gentle(self) -> Codec | None:
         """Below one value in sixteen, small layers get four bits a value."""
-        return _FOUR_BITS if self.fraction < 1 / 16 else None
+        return FOUR_BITS if self.fraction < 1 / 16 else None
 
     def kept(self, blocks: int) -> int:
         """How many of the blocks are kept."""

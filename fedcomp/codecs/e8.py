@@ -36,7 +36,7 @@ from fedcomp.codec import (
     register,
     symbol_dtype,
 )
-from fedcomp.codecs.uniform import Uniform
+from fedcomp.codecs.uniform import FOUR_BITS
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
 
@@ -48,7 +48,6 @@ _LENGTHS = _SHELLS + 2  # the origin, the shells, and beyond
 _REACH = 16_000  # coordinates are clipped there
 _MAX = np.finfo(np.float32).max
 _TINY = float(np.finfo(np.float32).tiny)
-_FOUR_BITS = Uniform(4)
 _STEPS = (0.125, 0.25, 0.5, 0.7, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.25, 4.5, 4.75, 5, 5.25, 5.5, 6)
 _BITS = (
     5.053,
@@ -109,7 +108,7 @@ class E8(ContractiveCodec):
     @property
     def gentle(self) -> Codec | None:
         """Small layers get four bits a value."""
-        return _FOUR_BITS
+        return FOUR_BITS
 
     def _encode(self, x: Vector, layout: Layout, rng: np.random.Generator) -> Parts:
         step = self._step(x)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import _validate
-from fedcomp.blocks import CHUNK
+from fedcomp.blocks import CHUNK, root_mean_square
 from fedcomp.codec import Codec, Count, Floats, Index, Parts, Schema, Symbols, matrix_shapes, register, symbol_dtype
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
@@ -132,15 +132,6 @@ def check_step_or_bits(name: str, step: float, bits: float) -> None:
         _validate.number(low=0, high=1000, above=True, step=step)
     else:
         _validate.number(low=0, high=12, above=True, bits=bits)
-
-
-def root_mean_square(x: Vector) -> float:
-    """Root mean square of the values, in float64 inside."""
-    total = 0.0
-    for start in range(0, x.size, CHUNK):
-        piece = x[start : start + CHUNK].astype(np.float64)
-        total += float(piece @ piece)
-    return float(np.sqrt(total / max(x.size, 1)))
 
 
 def _float32_up(step: float) -> np.float32:

@@ -56,5 +56,8 @@ class Identity(Codec):
             yield where, parts["values"][where]
 
 
+FLOAT32 = Identity()
+"""The values of sparse codecs and the factors of low-rank ones, unless asked otherwise."""
+
 alias("float32", "identity()")
 alias("float16", "identity('float16')")

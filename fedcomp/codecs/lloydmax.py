@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import _validate
-from fedcomp.blocks import bfloat16_nearest, block_count, spans
+from fedcomp.blocks import bfloat16_nearest, block_count, root_mean_squares, spans
 from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Index, Parts, Schema, Symbols, register
-from fedcomp.codecs.ternary import root_mean_squares
 from fedcomp.codecs.vq import Codebook
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
@@ -60,8 +59,8 @@ class LloydMax(ContractiveCodec):
 
     def __post_init__(self) -> None:
         _validate.integer(low=1, high=8, bits=self.bits)
-        _validate.integer(low=0, block=self.block)
-        _validate.one_of(choices=(False, True), shared=self.shared)
+        _validate.integer(low=0, high=2**31 - 1, block=self.block)
+        _validate.flag(shared=self.shared)
         if isinstance(self.codebook, str):
             object.__setattr__(self, "codebook", Codebook.from_text(self.codebook, 1))
         if self.codebook is not None:

@@ -56,7 +56,7 @@ class LogQuantizer(Codec):
         _validate.integer(low=2, high=8, bits=self.bits)
         _validate.number(low=1, high=60, octaves=self.octaves)
         _validate.one_of(choices=("nearest", "log", "stochastic"), rounding=self.rounding)
-        _validate.integer(low=0, block=self.block)
+        _validate.integer(low=0, high=2**31 - 1, block=self.block)
 
     @property
     def unbiased(self) -> bool:

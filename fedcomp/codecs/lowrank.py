@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from fedcomp.codec import Codec, register
 from fedcomp.codecs.factored import Factor, Factored, Shape, product
-from fedcomp.codecs.identity import Identity
+from fedcomp.codecs.identity import FLOAT32
 from fedcomp.layout import Layout, Tensor, Vector
 
-_FLOAT32 = Identity()
 _OVERSAMPLE = 6  # directions that the sketch looks at beyond the rank
 _NOISE = 1e-6  # singular values below this share of the largest are rounding errors of float32
 
@@ -49,7 +48,7 @@ class LowRank(Factored):
     number: ClassVar[int] = 18
 
     rank: int = 4
-    factors: Codec = _FLOAT32
+    factors: Codec = FLOAT32
 
     def shapes(self, tensor: Tensor) -> tuple[Shape, ...]:
         return thin_shapes(tensor, self.rank)

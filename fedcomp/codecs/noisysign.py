@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import _validate
-from fedcomp.blocks import block_count, peaks, spans
+from fedcomp.blocks import block_count, peaks, root_mean_squares, spans
 from fedcomp.codec import Codec, Floats, Index, Parts, Schema, Symbols, register
-from fedcomp.codecs.ternary import root_mean_squares
 from fedcomp.layout import Layout, Vector
 
 _MAX = float(np.finfo(np.float32).max)

@@ -21,12 +21,10 @@ import numpy as np
 from fedcomp import _validate
 from fedcomp.codec import Codec, register
 from fedcomp.codecs.factored import Factor, Factored, Shape, product
-from fedcomp.codecs.identity import Identity
+from fedcomp.codecs.identity import FLOAT32
 from fedcomp.codecs.lowrank import Matrix, from_matrix, orthonormal, thin_shapes, to_matrix, unit_scale
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.layout import Layout, Tensor, Vector
-
-_FLOAT32 = Identity()
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class PowerSGD(Factored):
     number: ClassVar[int] = 19
 
     rank: int = 4
-    factors: Codec = _FLOAT32
+    factors: Codec = FLOAT32
     seed: int = 0
     warm: bool = True
     start: Start | None = None
@@ -102,7 +100,7 @@ class PowerSGD(Factored):
     def __post_init__(self) -> None:
         super().__post_init__()
         _validate.integer(low=0, high=2**32 - 1, seed=self.seed)
-        _validate.one_of(choices=(False, True), warm=self.warm)
+        _validate.flag(warm=self.warm)
         if isinstance(self.start, str):
             object.__setattr__(self, "start", Start.from_text(self.start))
         if self.start is not None:

@@ -46,7 +46,7 @@ class QSGD(Codec):
 
     def __post_init__(self) -> None:
         _validate.integer(low=1, high=127, levels=self.levels)
-        _validate.integer(low=0, bucket=self.bucket)
+        _validate.integer(low=0, high=2**31 - 1, bucket=self.bucket)
 
     @property
     def unbiased(self) -> bool:

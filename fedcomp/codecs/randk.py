@@ -14,11 +14,10 @@ import numpy as np
 
 from fedcomp import _validate, seeded
 from fedcomp.codec import Codec, Count, Index, Parts, Schema, nested, put_below, register, take_below
-from fedcomp.codecs.identity import Identity
+from fedcomp.codecs.identity import FLOAT32
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
 
-_FLOAT32 = Identity()
 _MAX = np.finfo(np.float32).max
 
 
@@ -46,7 +45,7 @@ class RandomK(Codec):
 
     fraction: float = 0.0
     k: int = 0
-    values: Codec = _FLOAT32
+    values: Codec = FLOAT32
     scaled: bool = True
 
     def __post_init__(self) -> None:
@@ -55,9 +54,9 @@ class RandomK(Codec):
         if self.fraction:
             _validate.number(low=0, high=1, above=True, fraction=self.fraction)
         else:
-            _validate.integer(low=1, k=self.k)
+            _validate.integer(low=1, high=2**40, k=self.k)
         _validate.instance(kind=Codec, values=self.values)
-        _validate.one_of(choices=(False, True), scaled=self.scaled)
+        _validate.flag(scaled=self.scaled)
 
     @property
     def unbiased(self) -> bool:

@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 from fedcomp import _validate
 from fedcomp.blocks import block_count
 from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Index, Parts, Schema, Symbols, register
-from fedcomp.codecs.uniform import Uniform
-from fedcomp.codecs.vq import Codebook, VectorQuantizer, nearest, train
+from fedcomp.codecs.uniform import FOUR_BITS
+from fedcomp.codecs.vq import Codebook, VectorQuantizer, nearest, train, with_zero
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
 
-_FOUR_BITS = Uniform(4)
 _MAX = np.finfo(np.float32).max
 
 
@@ -78,7 +77,7 @@ class ResidualVQ(ContractiveCodec):
     @property
     def gentle(self) -> Codec | None:
         """Small layers get four bits a value."""
-        return _FOUR_BITS
+        return FOUR_BITS
 
     @property
     def _plain(self) -> VectorQuantizer:
@@ -89,7 +88,7 @@ class ResidualVQ(ContractiveCodec):
         """With shared=True: the codec with codebooks trained on the last mean update."""
         if not self.shared:
             return self
-        groups, _, _ = self._plain._normalise(update, layout)
+        groups, _, _ = self._plain.normalise(update, layout)
         if not groups.any():
             return self
         books, _ = self._train(groups, rng)
@@ -112,7 +111,7 @@ class ResidualVQ(ContractiveCodec):
     def _encode(self, x: Vector, layout: Layout, rng: np.random.Generator) -> Parts:
         if self.codebook is None and block_count(layout, self.dim) <= self.size:
             return {"coded": np.array(0), "values": x.copy()}
-        groups, top, levels = self._plain._normalise(x, layout)
+        groups, top, levels = self._plain.normalise(x, layout)
         parts: Parts = {}
         if self.codebook is None:
             books, indices = self._train(groups, rng)
@@ -122,7 +121,7 @@ class ResidualVQ(ContractiveCodec):
         else:
             indices = []
             for vectors in self._shared:
-                book = _with_zero(vectors)
+                book = with_zero(vectors, self.dim)
                 indices.append(nearest(groups, book))
                 groups = groups - book[indices[-1]]
         return {**parts, "top": top, "gain": levels, **{f"index.{s}": index for s, index in enumerate(indices)}}
@@ -162,7 +161,3 @@ class ResidualVQ(ContractiveCodec):
         """The shared codebooks without their zero vectors (stages, size - 1, dim)."""
         assert self.codebook is not None
         return self.codebook.vectors[1:].reshape(self.stages, self.size - 1, self.dim)
-
-
-def _with_zero(book: NDArray[np.float32]) -> NDArray[np.float32]:
-    return np.concatenate([np.zeros((1, book.shape[1]), np.float32), book])

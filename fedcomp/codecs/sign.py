@@ -18,10 +18,8 @@ import numpy as np
 from fedcomp import _validate
 from fedcomp.blocks import block_count, spans
 from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Index, Parts, Positions, Schema, Symbols, register
-from fedcomp.codecs.uniform import Uniform
+from fedcomp.codecs.uniform import FOUR_BITS
 from fedcomp.layout import Layout, Vector
-
-_FOUR_BITS = Uniform(4)
 
 
 @register
@@ -50,13 +48,13 @@ class Sign(ContractiveCodec):
     @property
     def gentle(self) -> Codec | None:
         """Small layers get four bits a value: on the digits' MLP that halves what sign loses, for 2 % more bytes."""
-        return _FOUR_BITS
+        return FOUR_BITS
 
     def _encode(self, x: Vector, layout: Layout, rng: np.random.Generator) -> Parts:
         positive = x >= 0
         if self.zeros == "plus":
             return {"scale": _scales(x, layout, None), "sign": positive.view(np.uint8)}
-        zero = np.flatnonzero(x == 0).astype(np.int64)
+        zero = np.flatnonzero(x == 0)
         signs = np.delete(positive, zero) if zero.size else positive
         return {
             "zeros": np.array(zero.size),

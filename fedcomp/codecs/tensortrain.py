@@ -17,11 +17,10 @@ import numpy as np
 
 from fedcomp.codec import Codec, register
 from fedcomp.codecs.factored import Factor, Factored, Shape
-from fedcomp.codecs.identity import Identity
+from fedcomp.codecs.identity import FLOAT32
 from fedcomp.codecs.lowrank import truncated_svd, unit_scale
 from fedcomp.layout import Layout, Tensor, Vector
 
-_FLOAT32 = Identity()
 _MAX = float(np.finfo(np.float32).max)
 _MAX_EXPONENT = 900  # of the scale of a decoded tensor: with any cores, values stay within float64
 
@@ -49,7 +48,7 @@ class TensorTrain(Factored):
     number: ClassVar[int] = 20
 
     rank: int = 4
-    factors: Codec = _FLOAT32
+    factors: Codec = FLOAT32
 
     def shapes(self, tensor: Tensor) -> tuple[Shape, ...]:
         return _core_shapes(tensor.shape, self.rank)

@@ -21,13 +21,11 @@ from typing import ClassVar
 import numpy as np
 
 from fedcomp import _validate
-from fedcomp.blocks import block_count, peaks, spans
+from fedcomp.blocks import block_count, peaks, root_mean_squares, spans
 from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Index, Parts, Positions, Schema, Symbols, register
 from fedcomp.codecs.topk import largest
-from fedcomp.codecs.uniform import Uniform
+from fedcomp.codecs.uniform import FOUR_BITS
 from fedcomp.layout import Layout, Vector
-
-_FOUR_BITS = Uniform(4)
 
 
 @register
@@ -115,7 +113,7 @@ class STC(ContractiveCodec):
     @property
     def gentle(self) -> Codec | None:
         """Below one value in sixteen, small layers get four bits a value."""
-        return _FOUR_BITS if self.fraction < 1 / 16 else None
+        return FOUR_BITS if self.fraction < 1 / 16 else None
 
     def kept(self, size: int) -> int:
         """How many of `size` values are kept, unless fewer differ from zero."""
@@ -142,14 +140,3 @@ class STC(ContractiveCodec):
     def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
         scale = parts["scale"][0]
         yield parts["positions"], np.array([-scale, scale], np.float32)[parts["sign"]]
-
-
-def root_mean_squares(x: Vector, layout: Layout, block: int = 0) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Root mean square of each block (block_count,), in float64."""
-    total = np.zeros(block_count(layout, block))
-    count = np.zeros_like(total)
-    for values, blocks in spans(layout, block):
-        rows = x[values].reshape(blocks.stop - blocks.start, -1).astype(np.float64)
-        total[blocks] += np.einsum("ij,ij->i", rows, rows)
-        count[blocks] += rows.shape[1]
-    return np.sqrt(total / np.maximum(count, 1))

@@ -14,14 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import _validate
-from fedcomp.blocks import CHUNK
+from fedcomp.blocks import root_mean_square
 from fedcomp.codec import Codec, Count, Index, Parts, Positions, Schema, nested, put_below, register, take_below
-from fedcomp.codecs.identity import Identity
-from fedcomp.codecs.uniform import Uniform
+from fedcomp.codecs.identity import FLOAT32
+from fedcomp.codecs.uniform import FOUR_BITS
 from fedcomp.layout import Layout, Vector
 
-_FLOAT32 = Identity()
-_FOUR_BITS = Uniform(4)
 _MAX = float(np.finfo(np.float32).max)
 _SMALLEST = np.finfo(np.float32).smallest_subnormal
 
@@ -48,7 +46,7 @@ class Threshold(Codec):
     number: ClassVar[int] = 13
 
     tau: float
-    values: Codec = _FLOAT32
+    values: Codec = FLOAT32
 
     def __post_init__(self) -> None:
         _validate.number(low=0, high=1e6, above=True, tau=self.tau)
@@ -65,7 +63,7 @@ class Threshold(Codec):
     @property
     def gentle(self) -> Codec | None:
         """Where less than one normal value in sixteen is kept, small layers get four bits a value."""
-        return _FOUR_BITS if self.tau > 1.86 else None
+        return FOUR_BITS if self.tau > 1.86 else None
 
     def _encode(self, x: Vector, layout: Layout, rng: np.random.Generator) -> Parts:
         positions = _above(x, self.tau)
@@ -85,10 +83,7 @@ class Threshold(Codec):
 
 def _above(x: Vector, tau: float) -> NDArray[np.int64]:
     """Ascending positions of the |x| of at least tau times the root mean square. Zeros never count."""
-    energy = sum(
-        float(np.square(x[at : at + CHUNK], dtype=np.float64).sum()) for at in range(0, x.size, CHUNK)
-    )  # in float64: squares of float32 neither overflow nor vanish there
-    threshold = tau * (energy / max(x.size, 1)) ** 0.5
+    threshold = tau * root_mean_square(x)
     if threshold > _MAX:
         return np.zeros(0, np.int64)
     return np.flatnonzero(np.abs(x) >= max(np.float32(threshold), _SMALLEST))

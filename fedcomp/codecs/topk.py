@@ -14,13 +14,11 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate
 from fedcomp.codec import Codec, Index, Parts, Positions, Schema, nested, put_below, register, take_below
-from fedcomp.codecs.identity import Identity
-from fedcomp.codecs.uniform import Uniform
+from fedcomp.codecs.identity import FLOAT32
+from fedcomp.codecs.uniform import FOUR_BITS
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
 
-_FLOAT32 = Identity()
-_FOUR_BITS = Uniform(4)
 _SAMPLE = 4096
 
 
@@ -48,7 +46,7 @@ class TopK(Codec):
 
     fraction: float = 0.0
     k: int = 0
-    values: Codec = _FLOAT32
+    values: Codec = FLOAT32
     scope: str = "global"
 
     def __post_init__(self) -> None:
@@ -72,7 +70,7 @@ class TopK(Codec):
     @property
     def gentle(self) -> Codec | None:
         """Below one value in sixteen, small layers get four bits a value."""
-        return _FOUR_BITS if 0 < self.fraction < 1 / 16 and self.scope == "global" else None
+        return FOUR_BITS if 0 < self.fraction < 1 / 16 and self.scope == "global" else None
 
     def kept(self, size: int) -> int:
         """How many of `size` values are kept."""

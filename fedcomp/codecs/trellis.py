@@ -25,14 +25,14 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.codec import Codec, Count, Floats, Index, Parts, Schema, Symbols, register, symbol_dtype
+from fedcomp.blocks import root_mean_square
+from fedcomp.codec import ContractiveCodec, Count, Floats, Index, Parts, Schema, Symbols, register, symbol_dtype
 from fedcomp.codecs.ecsq import (
     MAX,
     TOP,
     Cells,
     check_step_or_bits,
     read_offsets,
-    root_mean_square,
     table_bits,
     write_offsets,
 )
@@ -66,7 +66,7 @@ _STREAM_BITS = 160  # what a stream costs beside its symbols
 
 @register
 @dataclass(frozen=True)
-class Trellis(Codec):
+class Trellis(ContractiveCodec):
     """Entropy-coded quantization with an eight-state trellis: slow, but fewer bytes than ECSQ on unstructured data.
 
     From some ten thousand values on. Where rows and columns differ much, as in the large layers of small models, the
@@ -92,15 +92,6 @@ class Trellis(Codec):
 
     def __post_init__(self) -> None:
         check_step_or_bits(self.name, self.step, self.bits)
-
-    @property
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    def contractive(self) -> bool:
-        """Where the search ends up worse than zeros, zeros are sent."""
-        return True
 
     def _encode(self, x: Vector, layout: Layout, rng: np.random.Generator) -> Parts:
         size = np.abs(x)

@@ -194,5 +194,8 @@ def _extremes(x: Vector, layout: Layout, block: int) -> tuple[Vector, Vector]:
     return low, high
 
 
+FOUR_BITS = Uniform(4)
+"""The gentle companion of codecs that would starve small layers, see Codec.gentle."""
+
 alias("int8", "uniform(8)")
 alias("int4", "uniform(4, block=64)")

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from fedcomp import _validate
 from fedcomp.blocks import block_count
 from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Index, Parts, Schema, Symbols, register, symbol_dtype
-from fedcomp.codecs.uniform import Uniform
+from fedcomp.codecs.uniform import FOUR_BITS
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
 
@@ -32,7 +32,6 @@ _MAX = np.finfo(np.float32).max
 _TINY = float(np.finfo(np.float32).tiny)
 _FLOAT16_MAX = float(np.finfo(np.float16).max)
 _PER_OCTAVE = 4
-_FOUR_BITS = Uniform(4)
 _WORK = 1 << 18
 """Distances computed at a time (1 MB), whatever the number of groups: the full matrix is never built."""
 
@@ -74,8 +73,7 @@ class Codebook:
     @cached_property
     def vectors(self) -> NDArray[np.float32]:
         """All code vectors (size, dim), the zero vector first."""
-        rest = np.frombuffer(self.data, "<f2").astype(np.float32).reshape(-1, self.dim)
-        return np.concatenate([np.zeros((1, self.dim), np.float32), rest])
+        return with_zero(np.frombuffer(self.data, "<f2").astype(np.float32), self.dim)
 
     @cached_property
     def digest(self) -> bytes:
@@ -135,20 +133,20 @@ class VectorQuantizer(ContractiveCodec):
     @property
     def gentle(self) -> Codec | None:
         """Small layers get four bits a value."""
-        return _FOUR_BITS
+        return FOUR_BITS
 
     def adapt(self, update: Vector, layout: Layout, rng: np.random.Generator) -> Codec:
         """With shared=True: the codec with a codebook trained on the last mean update."""
         if not self.shared:
             return self
-        groups, _, _ = self._normalise(update, layout)
+        groups, _, _ = self.normalise(update, layout)
         vectors = train(groups, self.size, rng)
         return replace(self, codebook=Codebook.of(vectors)) if len(vectors) else self
 
     def _encode(self, x: Vector, layout: Layout, rng: np.random.Generator) -> Parts:
         if self.codebook is None and _group_count(layout, self.dim) <= self.size:
             return {"size": np.array(0), "values": x.copy()}
-        groups, top, levels = self._normalise(x, layout)
+        groups, top, levels = self.normalise(x, layout)
         parts: Parts = {"top": top, "gain": levels}
         book = self.codebook or Codebook.of(train(groups, self.size, rng))
         if self.codebook is None:
@@ -170,7 +168,7 @@ class VectorQuantizer(ContractiveCodec):
         if "values" in parts:
             yield slice(0, layout.size), parts["values"]
             return
-        vectors = self.codebook.vectors if self.codebook else _with_zero(parts["codebook"], self.dim)
+        vectors = self.codebook.vectors if self.codebook else with_zero(parts["codebook"], self.dim)
         gain = _gains(parts["top"], parts["gain"])
         for where, groups, blocks in self._places(layout):
             values = vectors[parts["index"][groups]].reshape(-1)
@@ -193,7 +191,7 @@ class VectorQuantizer(ContractiveCodec):
                 yield where, slice(group, group + groups), slice(block, block + blocks)
                 group, block = group + groups, block + blocks
 
-    def _normalise(self, x: Vector, layout: Layout) -> tuple[NDArray[np.float32], Vector, NDArray[np.uint8]]:
+    def normalise(self, x: Vector, layout: Layout) -> tuple[NDArray[np.float32], Vector, NDArray[np.uint8]]:
         """Groups divided by their block's gain (n, dim), the largest gain (1,) and the gains' levels (blocks,)."""
         groups = np.zeros((_group_count(layout, self.dim), self.dim), np.float32)
         gain = np.zeros(self._blocks(layout))
@@ -217,7 +215,8 @@ def _group_count(layout: Layout, dim: int) -> int:
     return block_count(layout, dim)
 
 
-def _with_zero(codebook: Vector, dim: int) -> NDArray[np.float32]:
+def with_zero(codebook: NDArray[np.float32], dim: int) -> NDArray[np.float32]:
+    """All code vectors (size, dim), the zero vector first, from the others in any shape."""
     return np.concatenate([np.zeros((1, dim), np.float32), codebook.reshape(-1, dim)])
 
 

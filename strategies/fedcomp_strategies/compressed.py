@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fedcomp import Codec, ErrorFeedback, FedcompError, FrameError, LayoutError, Plan, decompress, generator
-from fedcomp.layout import Layout, check_finite, check_same_tensors
+from fedcomp.layout import Layout, check_finite, check_same_tensors, is_float_dtype
 from fedcomp.monitor import Monitor, Sink
 from fedcomp.request import KEY, STYPE, Request
 from fedcomp.schedule import Schedule, as_schedule
@@ -301,8 +301,7 @@ def _new_session() -> str:
 
 
 def _has_floats(record: ArrayRecord) -> bool:
-    """Whether a record holds any floating-point array, of whatever byte order."""
-    return any(array.stype == "numpy.ndarray" and array.numpy().dtype.kind == "f" for array in record.values())
+    return any(array.stype == "numpy.ndarray" and is_float_dtype(array.dtype) for array in record.values())
 
 
 def _is_finite(record: ArrayRecord) -> bool:
