@@ -29,7 +29,17 @@ from fedcomp.codecs import (
 )
 from fedcomp.compressor import CompressedUpdate, compress, decompress, generator
 from fedcomp.errors import ConfigError, FedcompError, FrameError, LayoutError, NonFiniteError
-from fedcomp.feedback import ErrorFeedback
+from fedcomp.feedback import (
+    DGC,
+    EF21,
+    CAFe,
+    ErrorFeedback,
+    Feedback,
+    FetchSGD,
+    Memory,
+    NoFeedback,
+    as_feedback,
+)
 from fedcomp.layout import Layout, Tensor
 from fedcomp.metrics import bits_per_parameter, cosine, nmse
 from fedcomp.monitor import Monitor
@@ -39,10 +49,10 @@ from fedcomp.schedule import Schedule
 __version__ = "0.1.0"
 
 __all__ = [
-    "E8", "ECSQ", "EDEN", "QSGD", "STC", "BlockTopK", "Codebook", "Codec", "CompressedUpdate", "ConfigError",
-    "CountSketch", "ErrorFeedback", "FedcompError", "FrameError", "Identity", "Layout", "LayoutError", "LloydMax",
-    "LogQuantizer", "LowRank", "Monitor", "NoisySign", "NonFiniteError", "Plan", "PowerSGD", "RandomK", "ResidualVQ",
+    "DGC", "E8", "ECSQ", "EDEN", "EF21", "QSGD", "STC", "BlockTopK", "CAFe", "Codebook", "Codec", "CompressedUpdate", "ConfigError",
+    "CountSketch", "ErrorFeedback", "FedcompError", "Feedback", "FetchSGD", "FrameError", "Identity", "Layout", "LayoutError", "LloydMax",
+    "LogQuantizer", "LowRank", "Memory", "Monitor", "NoFeedback", "NoisySign", "NonFiniteError", "Plan", "PowerSGD", "RandomK", "ResidualVQ",
     "Rule", "Schedule", "Sign", "Tensor", "TensorTrain", "TernGrad", "Threshold", "TopK", "Trellis", "Uniform",
-    "VectorQuantizer", "bits_per_parameter", "compress", "cosine", "decompress", "from_config", "generator", "nmse",
+    "VectorQuantizer", "as_feedback", "bits_per_parameter", "compress", "cosine", "decompress", "from_config", "generator", "nmse",
     "parse_codec", "register", "registered", "to_config",
 ]  # fmt: skip

@@ -327,10 +327,11 @@ def _from_tree(tree: ast.expr, text: str, depth: int) -> Codec:
     given = [*zip(known, tree.args, strict=False), *((k.arg or "**", k.value) for k in tree.keywords)]
     if len({key for key, _ in given}) < len(given):
         raise ConfigError(f"codec {name!r}: an argument is given twice in {text[:80]!r}")
-    return build(name, {key: _argument(value, text, depth) for key, value in given})
+    return build(name, {key: read_argument(value, text, depth) for key, value in given})
 
 
-def _argument(tree: ast.expr, text: str, depth: int) -> Any:
+def read_argument(tree: ast.expr, text: str, depth: int = 8) -> Any:
+    """The value of an argument in a text: a literal or a codec. Raises ConfigError for anything else."""
     if isinstance(tree, ast.Name | ast.Call):
         return _from_tree(tree, text, depth - 1)
     try:

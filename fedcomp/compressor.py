@@ -1,5 +1,7 @@
 """What a client and a server call: a model's update as one frame, and back. Knows nothing of Flower."""
 
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +10,8 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate, wire
 from fedcomp.codec import Codec, Parts
-from fedcomp.errors import FrameError
-from fedcomp.feedback import ErrorFeedback, Residual
+from fedcomp.errors import LayoutError, UnboundedError
+from fedcomp.feedback import EMPTY, Feedback, Memory, NoFeedback
 from fedcomp.layout import Arrays, Layout, Vector, check_finite, check_same_tensors
 from fedcomp.plan import Bucket, Plan, as_plan
 
@@ -24,10 +26,25 @@ def generator(seed: int, round: int, node: int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class CompressedUpdate:
-    """A compressed update: `frame` is what travels, `residual` what error feedback must remember (empty without)."""
+    """A compressed update.
+
+    Attributes:
+        frame: what travels.
+        memory: what feedback must remember if the server uses the frame; without slots if the scheme needs nothing.
+        norm: length of the update that went in.
+        notes: what the frame says about feedback.
+    """
 
     frame: bytes
-    residual: dict[str, Vector]
+    memory: Memory
+    norm: float
+    notes: wire.Notes
+
+    @property
+    def residual_ratio(self) -> float:
+        """Length of the residual in lengths of the update; 0 without a residual."""
+        left = _norm(self.memory.slots.get("residual", {}).values())
+        return left / self.norm if self.norm and left else 0.0
 
 
 def compress(
@@ -37,7 +54,10 @@ def compress(
     *,
     round: int,
     rng: np.random.Generator,
-    residual: Residual | None = None,
+    feedback: Feedback = NoFeedback(),  # noqa: B008  (frozen)
+    memory: Memory | None = EMPTY,
+    predictor: Mapping[str, Vector] | None = None,
+    number: int | None = None,
 ) -> CompressedUpdate:
     """Compress the update new - base of a model.
 
@@ -47,31 +67,68 @@ def compress(
         plan: which tensors get which codec; a codec or its text stands for a plan with defaults.
         round: server round, written into the frame.
         rng: source of all randomness, see `generator`.
-        residual: memory of error feedback, {} in the first round; None: no error feedback.
+        feedback: what makes up for losses.
+        memory: what the last use of this function that the server acknowledged told to remember; EMPTY in the first
+            round; None: it was lost, which the frame says.
+        predictor: of CAFe, as the server sent it, by tensor name: every coded tensor's float32 array.
+        number: introduces the client to the server.
 
     Raises LayoutError if names, shapes or dtypes do not fit, NonFiniteError (naming the tensor) for NaN or infinity,
-    ConfigError for error feedback around a codec that is not contractive. Then nothing has changed.
+    ConfigError for a feedback with a codec that it cannot go around. Then nothing has changed.
     """
     _validate.integer(low=0, high=2**32 - 1, round=round)
     plan = as_plan(plan)
+    feedback.check(plan)
     check_same_tensors(base, new, "trained model")
     layout = Layout.of({name: new[name] for name in base})
     verbatim = {t.name: np.asarray(new[t.name]) for t in plan.verbatim(layout)}
     for name, values in verbatim.items():
         if values.dtype.kind == "f":
             check_finite(name, values)
+    before, reset = _still_good(memory, feedback, round)
     parts: list[Parts] = []
-    remembered: dict[str, Vector] = {}
+    after: dict[str, dict[str, Vector]] = {slot: {} for slot in feedback.slots}
+    square = 0.0
     for bucket in plan.buckets(layout):
         x = _update(base, new, bucket)
-        if residual is None:
-            parts.append(bucket.codec.encode(x, bucket.layout, rng))
-        else:
-            coded, left = ErrorFeedback(bucket.codec).encode(x, bucket.layout, residual, rng)
-            parts.append(coded)
-            remembered |= left
-    contents = wire.Contents(plan, layout, round, parts, verbatim)
-    return CompressedUpdate(wire.pack(contents, Layout.of(base)), remembered)
+        square += _square(x)
+        slots = {slot: before.flat(slot, bucket.layout) for slot in feedback.slots}
+        if predictor is not None:
+            slots["predictor"] = _flat(predictor, bucket.layout)
+        coded, left = feedback.encode(bucket.codec, x, bucket.layout, slots, rng, age=max(1, round - before.round))
+        parts.append(coded)
+        for slot, values in left.items():
+            after[slot] |= bucket.layout.unflatten(values)
+    norm = math.sqrt(square)
+    shortened = feedback.limit(after, norm)
+    notes = wire.Notes(predictor is not None, reset, shortened, number)
+    frame = wire.pack(wire.Contents(plan, layout, round, parts, verbatim, notes), Layout.of(base))
+    return CompressedUpdate(frame, Memory(round, after), norm, notes)
+
+
+def _still_good(memory: Memory | None, feedback: Feedback, round: int) -> tuple[Memory, bool]:
+    """The memory to start from, and whether one was lost or is too old."""
+    if memory is None:
+        return EMPTY, True
+    limit = getattr(feedback, "max_age", 0)
+    too_old = bool(limit and memory.slots and round - memory.round > limit)
+    return (EMPTY, True) if too_old else (memory, False)
+
+
+def _flat(predictor: Mapping[str, Vector], layout: Layout) -> Vector:
+    for tensor in layout.tensors:
+        if tensor.name not in predictor or predictor[tensor.name].shape != tensor.shape:
+            raise LayoutError(f"predictor: tensor {tensor.name!r} is missing or not of shape {tensor.shape}")
+    return np.concatenate([np.zeros(0, np.float32), *(predictor[t.name].ravel() for t in layout.tensors)])
+
+
+def _norm(arrays: Iterable[Vector]) -> float:
+    return math.sqrt(sum(_square(values.ravel()) for values in arrays))
+
+
+def _square(x: Vector) -> float:
+    with np.errstate(over="ignore"):  # no number beyond float32's range is of interest here
+        return float(np.vdot(x, x))
 
 
 def decompress(
@@ -86,7 +143,11 @@ def decompress(
 
     Raises FrameError for a frame that is damaged or meant for something else, or if the model would not be finite.
     """
-    contents = wire.unpack(frame, Layout.of(base), plan=plan, round=round)
+    return apply(wire.unpack(frame, Layout.of(base), plan=plan, round=round), base)
+
+
+def apply(contents: wire.Contents, base: Arrays) -> dict[str, NDArray[Any]]:
+    """The model that an unpacked frame stands for, see decompress. Raises FrameError if it would not be finite."""
     model = dict(contents.verbatim)
     for bucket, parts in zip(contents.plan.buckets(contents.layout), contents.parts, strict=True):
         update = bucket.layout.unflatten(bucket.codec.decode(parts, bucket.layout))
@@ -111,5 +172,5 @@ def _apply(base: NDArray[Any], update: Vector, name: str, dtype: str) -> NDArray
     with np.errstate(over="ignore", invalid="ignore"):
         model: NDArray[Any] = np.asarray(np.add(base.astype(dtype), update, dtype=wide), dtype)
     if not np.isfinite(model).all():
-        raise FrameError(f"tensor {name!r}: the decoded model is not finite in {dtype}")
+        raise UnboundedError(f"tensor {name!r}: the decoded model is not finite in {dtype}")
     return model

@@ -5,6 +5,8 @@
     ├── LayoutError        tensors do not fit the model: name, shape or dtype
     ├── NonFiniteError     NaN or infinity where a number is needed
     └── FrameError         bytes that are no valid frame for this model
+        ├── RoundError           a sound frame of another round
+        └── UnboundedError       a sound frame that would make the model NaN or infinite (also a NonFiniteError)
 
 Messages say what was expected, what came, where, and what to do about it.
 """
@@ -28,3 +30,11 @@ class NonFiniteError(FedcompError):
 
 class FrameError(FedcompError):
     """Bytes are damaged, forged, of another version, or meant for another model, round or plan."""
+
+
+class RoundError(FrameError):
+    """A frame is sound, but of another round than the one that was asked for."""
+
+
+class UnboundedError(FrameError, NonFiniteError):
+    """A frame is sound, but the model it stands for is not finite."""

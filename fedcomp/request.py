@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fedcomp import _validate
 from fedcomp.errors import ConfigError
-from fedcomp.feedback import FEEDBACKS
+from fedcomp.feedback import Feedback, NoFeedback, as_feedback
 from fedcomp.plan import Plan
 
 KEY = "fedcomp"
@@ -16,6 +16,16 @@ KEY = "fedcomp"
 
 STYPE = "fedcomp.v1"
 """Serialization type of the array that carries a frame: no server averages it by mistake."""
+
+MODEL_STYPE = "fedcomp.model.v1"
+"""Serialization type of the array that carries the packed global model to a client."""
+
+ACK = "fedcomp-ack"
+"""Key of the acknowledgement: the last round in which the server used an upload of this node; 0: none so far. The server
+leaves it out for nodes that it does not know."""
+
+ACKS = "fedcomp-acks"
+"""For nodes that the server does not know: [number, round, ...] of clients that are gone and may be back as this one."""
 
 _VERSION = 1
 _KEYS = {"v", "plan", "feedback", "round", "seed", "session"}
@@ -26,21 +36,21 @@ class Request:
     """Reply to `round` with a frame made by `plan`.
 
     Attributes:
-        feedback: "none" or "ef".
+        feedback: what makes up for losses.
         seed: feeds all randomness.
         session: names this training; what feedback remembers from another one does not count.
     """
 
     plan: Plan
     round: int
-    feedback: str = "none"
+    feedback: Feedback = NoFeedback()  # noqa: RUF009  (frozen)
     seed: int = 0
     session: str = "0"
 
     def __post_init__(self) -> None:
         _validate.instance(kind=Plan, plan=self.plan)
         _validate.integer(low=0, high=2**32 - 1, round=self.round)
-        _validate.one_of(choices=FEEDBACKS, feedback=self.feedback)
+        _validate.instance(kind=Feedback, feedback=self.feedback)
         _validate.integer(low=0, seed=self.seed)
         _validate.instance(kind=str, session=self.session)
         if not self.session.isalnum() or len(self.session) > 32:  # it becomes a part of file names
@@ -48,7 +58,7 @@ class Request:
 
     def to_text(self) -> str:
         """The request as compact JSON."""
-        told = {"v": _VERSION, "plan": self.plan.to_config(), "feedback": self.feedback, "round": self.round}
+        told = {"v": _VERSION, "plan": self.plan.to_config(), "feedback": str(self.feedback), "round": self.round}
         return json.dumps({**told, "seed": self.seed, "session": self.session}, separators=(",", ":"))
 
     @classmethod
@@ -64,4 +74,4 @@ class Request:
             )
         if told.keys() != _KEYS:
             raise ConfigError(f"request: expected the keys {sorted(_KEYS)}, got {sorted(told)}")
-        return cls(Plan.from_config(told["plan"]), told["round"], told["feedback"], told["seed"], told["session"])
+        return cls(Plan.from_config(told["plan"]), told["round"], as_feedback(told["feedback"]), told["seed"], told["session"])

@@ -26,7 +26,7 @@ from fedcomp.entropy import (
     encode_symbols,
 )
 from fedcomp.entropy.bits import read_varint, write_varint
-from fedcomp.errors import FrameError, LayoutError
+from fedcomp.errors import FrameError, LayoutError, RoundError
 from fedcomp.layout import DTYPES, Layout
 from fedcomp.plan import Plan
 
@@ -35,9 +35,27 @@ VERSION = 1
 HEADER = struct.Struct("<2sBBI8sI")
 """Magic, version, flags, CRC-32 of all other bytes, layout digest, round: 20 bytes."""
 
-_OTHER_DTYPES = 1  # flag: a table of tensor dtypes follows the plan
+_OTHER_DTYPES, _PREDICTED, _RESET, _SHORTENED, _NUMBERED = (1 << bit for bit in range(5))  # flags
+_FLAGS = _OTHER_DTYPES | _PREDICTED | _RESET | _SHORTENED | _NUMBERED
 _CRC_AT = slice(4, 8)
 _TOLD = 1000  # bytes of a wrong plan that are read just to name it
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What a client says about its feedback.
+
+    Attributes:
+        predicted: the update was coded as a difference to the server's predictor.
+        reset: the client's memory was lost, damaged or too old, and started again from zero.
+        shortened: the client's memory had grown beyond its limit and was shortened.
+        number: the client introduces itself by this number, which it keeps when its node id changes; None: it does not.
+    """
+
+    predicted: bool = False
+    reset: bool = False
+    shortened: bool = False
+    number: int | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +68,7 @@ class Contents:
         round: server round that the update belongs to, 0 to 2^32 - 1.
         parts: one for each bucket of plan.buckets(layout), in that order.
         verbatim: the values (not updates) of the tensors of plan.verbatim(layout), by name.
+        notes: about feedback.
     """
 
     plan: Plan
@@ -57,6 +76,7 @@ class Contents:
     round: int
     parts: list[Parts]
     verbatim: dict[str, NDArray[Any]]
+    notes: Notes = Notes()
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -67,7 +87,8 @@ def pack(contents: Contents, base: Layout) -> bytes:
 
     Raises LayoutError if the parts do not fit their codec's schema.
     """
-    flags, body = 0, sized(describe(contents.plan))
+    flags, body = _write_notes(contents.notes)
+    body += sized(describe(contents.plan))
     if contents.layout.tensors != base.tensors:
         flags, body = flags | _OTHER_DTYPES, body + _write_dtypes(contents.layout)
     for bucket, parts in zip(contents.plan.buckets(contents.layout), contents.parts, strict=True):
@@ -76,6 +97,11 @@ def pack(contents: Contents, base: Layout) -> bytes:
     head = HEADER.pack(MAGIC, VERSION, flags, 0, base.digest, contents.round)
     crc = zlib.crc32(body, zlib.crc32(head[_CRC_AT.stop :], zlib.crc32(head[: _CRC_AT.start])))
     return HEADER.pack(MAGIC, VERSION, flags, crc, base.digest, contents.round) + body
+
+
+def _write_notes(notes: Notes) -> tuple[int, bytes]:
+    flags = notes.predicted * _PREDICTED | notes.reset * _RESET | notes.shortened * _SHORTENED
+    return (flags, b"") if notes.number is None else (flags | _NUMBERED, write_varint(notes.number))
 
 
 def _write_dtypes(layout: Layout) -> bytes:
@@ -155,22 +181,33 @@ def unpack(frame: bytes, base: Layout, *, plan: Plan | None = None, round: int |
     Raises FrameError whatever is wrong with the bytes, before anything is allocated that the layout does not bound.
     """
     head, reader = _open(frame)
+    notes = _read_notes(reader, head.flags)
     if head.digest != base.digest:
         raise FrameError(f"frame is for another model: layout {head.digest.hex()}, expected {base.digest.hex()}")
     if round is not None and head.round != round:
-        raise FrameError(f"frame is for round {head.round}, expected round {round}")
+        raise RoundError(f"frame is for round {head.round}, expected round {round}")
     plan = _read_plan(reader, plan)
     layout = _read_dtypes(reader, base) if head.flags & _OTHER_DTYPES else base
     parts = [_read_parts(reader, bucket.codec.schema(bucket.layout)) for bucket in plan.buckets(layout)]
     verbatim = _read_verbatim(reader, plan, layout)
     if reader.left:
         raise FrameError(f"frame has {reader.left} bytes too many")
-    return Contents(plan, layout, head.round, parts, verbatim)
+    return Contents(plan, layout, head.round, parts, verbatim, notes)
+
+
+def peek(frame: bytes) -> tuple[int, Notes] | None:
+    """The round and the notes of a frame; None if the bytes are no sound frame. Reads the checksum, not the content."""
+    try:
+        head, reader = _open(frame)
+        return head.round, _read_notes(reader, head.flags)
+    except FrameError:
+        return None
 
 
 def inspect(frame: bytes) -> dict[str, Any]:
     """What a frame says about itself without the model: JSON-ready. Raises FrameError if it is damaged."""
     head, reader = _open(frame)
+    notes = _read_notes(reader, head.flags)
     described = reader.take(reader.varint())
     try:
         plan: Any = read_plan(described).to_config()
@@ -182,6 +219,7 @@ def inspect(frame: bytes) -> dict[str, Any]:
         "round": head.round,
         "layout": head.digest.hex(),
         "plan": plan,
+        "notes": {key: value for key, value in vars(notes).items() if value not in (False, None)},
         "header_bytes": HEADER.size,
         "plan_bytes": len(described),
         "body_bytes": reader.left,
@@ -243,9 +281,14 @@ def _open(frame: bytes) -> tuple[_Head, _Reader]:
     view = memoryview(frame)
     if zlib.crc32(view[_CRC_AT.stop :], zlib.crc32(view[: _CRC_AT.start])) != crc:
         raise FrameError("frame is damaged: its checksum does not match")
-    if flags & ~_OTHER_DTYPES:
+    if flags & ~_FLAGS:
         raise FrameError(f"frame has unknown flags {flags:#04x}; it may come from a newer fedcomp")
     return _Head(flags, digest, round_), _Reader(view[HEADER.size :])
+
+
+def _read_notes(reader: _Reader, flags: int) -> Notes:
+    number = reader.varint() if flags & _NUMBERED else None
+    return Notes(bool(flags & _PREDICTED), bool(flags & _RESET), bool(flags & _SHORTENED), number)
 
 
 def _read_plan(reader: _Reader, expected: Plan | None) -> Plan:

@@ -1,6 +1,6 @@
 """The client side of fedcomp: a mod for Flower's ClientApp. Needs flwr and numpy, never torch."""
 
 from fedcomp_clients.mod import CompressMod, compress_mod
-from fedcomp_clients.state import FileStore, MemoryStore, ResidualStore
+from fedcomp_clients.state import FileStore, MemoryStore, StateStore
 
-__all__ = ["CompressMod", "FileStore", "MemoryStore", "ResidualStore", "compress_mod"]
+__all__ = ["CompressMod", "FileStore", "MemoryStore", "StateStore", "compress_mod"]

@@ -8,14 +8,16 @@ import logging
 from collections.abc import Mapping
 from functools import lru_cache
 
-from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
-from fedcomp import ConfigError, LayoutError, compress, decompress, generator
+from fedcomp import CompressedUpdate, ConfigError, Layout, LayoutError, Memory, compress, decompress, generator
+from fedcomp.feedback import EMPTY
+from fedcomp.feedback.stored import memory_layout
 from fedcomp.layout import is_float_dtype
 from fedcomp.monitor import Monitor, Sink
-from fedcomp.request import KEY, STYPE, Request
-from fedcomp_clients.state import FileStore, ResidualStore
+from fedcomp.request import ACK, ACKS, KEY, STYPE, Request
+from fedcomp_clients.state import FileStore, StateStore
 
 log = logging.getLogger("fedcomp")
 
@@ -24,11 +26,11 @@ class CompressMod:
     """A Flower mod; the server decides the codec, and without its request the reply stays as it is.
 
     Args:
-        store: where error feedback keeps residuals; None: files, see FileStore.
+        store: where feedback keeps what it must remember; None: files, see FileStore.
         monitor: called with statistics of each tensor's update and what its frame makes of it; costs one decoding.
     """
 
-    def __init__(self, store: ResidualStore | None = None, monitor: Sink | None = None) -> None:
+    def __init__(self, store: StateStore | None = None, monitor: Sink | None = None) -> None:
         self.store = store or FileStore()
         self.monitor = monitor
         self._monitors: dict[str, Monitor] = {}
@@ -45,12 +47,13 @@ class CompressMod:
         base = dict(next(iter(message.content.array_records.values())))  # user code may empty the record itself
         if not _has_floats(base):  # trees, counters: nothing to compress
             return call_next(message, context)
+        known = _Acknowledged.of(message)  # likewise
         reply = call_next(message, context)
         if reply.has_error() or len(reply.content.array_records) != 1:
             return reply
         key, trained = next(iter(reply.content.array_records.items()))
         try:
-            frame = self._compress(base, trained, request, context)
+            frame = self._compress(base, trained, request, known, context)
         except LayoutError as error:
             log.warning("update sent uncompressed: %s", error)
             return reply
@@ -58,42 +61,95 @@ class CompressMod:
         reply.content = RecordDict({**reply.content, key: ArrayRecord({KEY: packed})})
         return reply
 
-    def _compress(self, base: dict[str, Array], trained: ArrayRecord, request: Request, context: Context) -> bytes:
+    def _compress(
+        self, base: dict[str, Array], trained: ArrayRecord, request: Request, known: "_Acknowledged", context: Context
+    ) -> bytes:
         name, number = _node(context)
-        training = f"{context.run_id}-{request.session}"
-        feedback = request.feedback == "ef"
         start = {key: array.numpy() for key, array in base.items()}
         new = {key: array.numpy() for key, array in trained.items()}
+        remembers = bool(request.feedback.slots)
         update = compress(
             start,
             new,
             request.plan,
             round=request.round,
             rng=generator(request.seed, request.round, number),
-            residual=self.store.load(training, name) if feedback else None,
+            feedback=request.feedback,
+            memory=self._recall(request, known.round(number), context, Layout.of(start)) if remembers else EMPTY,
+            number=number if remembers and known.ack is None and _partition(context) is not None else None,
         )
         if self.monitor is not None:
             decoded = decompress(update.frame, start, plan=request.plan)
             self._monitors.setdefault(name, Monitor(self.monitor)).observe(request.round, start, new, decoded)
-        if feedback:
-            self.store.save(training, name, update.residual)
+        if remembers:
+            self._remember(update, request, context, Layout.of(start))
         return update.frame
+
+    def _recall(self, request: Request, acknowledged: int, context: Context, layout: Layout) -> Memory | None:
+        """The memory that belongs to the last upload the server used. What belongs to others never happened."""
+        training, name = _training(request, context), _node(context)[0]
+        self.store.discard(training, name, but=acknowledged)
+        return self.store.load(training, name, acknowledged, memory_layout(layout)) if acknowledged else EMPTY
+
+    def _remember(self, update: CompressedUpdate, request: Request, context: Context, layout: Layout) -> None:
+        training, name = _training(request, context), _node(context)[0]
+        place = self.store.save(training, name, update.memory, memory_layout(layout), exact=request.feedback.exact)
+        context.state[KEY] = ConfigRecord({"memory": place, "round": request.round})
+        log.info("round %d: residual is %.3g times the update", request.round, update.residual_ratio)
+        if update.notes.shortened:
+            log.warning("round %d: the residual was longer than feedback %s allows", request.round, request.feedback)
 
 
 compress_mod = CompressMod()
-"""The mod with residuals in files: works in deployment and in simulation, on as many processes as there are."""
+"""The mod with memories in files: works in deployment and in simulation, on as many processes as there are."""
+
+
+class _Acknowledged:
+    """What the server says of this node's uploads.
+
+    Attributes:
+        ack: the last round in which the server used one; 0: none; None: it does not know this node.
+        acks: the same by number, for clients that are gone and may be back as this node.
+    """
+
+    def __init__(self, ack: int | None, acks: dict[int, int]) -> None:
+        self.ack = ack
+        self.acks = acks
+
+    @classmethod
+    def of(cls, message: Message) -> "_Acknowledged":
+        ack, acks = None, {}
+        for config in message.content.config_records.values():
+            told, listed = config.get(ACK), config.get(ACKS)
+            if isinstance(told, int):
+                ack = told
+            if isinstance(listed, list):
+                numbers = [int(number) for number in listed]
+                acks = dict(zip(numbers[::2], numbers[1::2], strict=False))
+        return cls(ack, acks)
+
+    def round(self, number: int) -> int:
+        """The round of the last upload that the server used of the client with this number; 0: none."""
+        return self.acks.get(number, 0) if self.ack is None else self.ack
 
 
 def _has_floats(record: Mapping[str, Array]) -> bool:
     return any(array.stype == "numpy.ndarray" and is_float_dtype(array.dtype) for array in record.values())
 
 
+def _training(request: Request, context: Context) -> str:
+    return f"{context.run_id}-{request.session}"
+
+
+def _partition(context: Context) -> int | None:
+    partition = context.node_config.get("partition-id")
+    return partition if isinstance(partition, int) and partition >= 0 else None
+
+
 def _node(context: Context) -> tuple[str, int]:
     """Name and number of this node: its partition where it has one, since node ids change when a SuperNode restarts."""
-    partition = context.node_config.get("partition-id")
-    if isinstance(partition, int) and partition >= 0:
-        return f"partition-{partition}", partition
-    return f"node-{context.node_id}", context.node_id
+    partition = _partition(context)
+    return (f"node-{context.node_id}", context.node_id) if partition is None else (f"partition-{partition}", partition)
 
 
 def _request(message: Message) -> Request | None:

@@ -1,115 +1,177 @@
-"""Where a client keeps its error feedback residual between rounds: one per training and node, on this machine only.
+"""Where a client keeps what feedback remembers between rounds: for each training and node, on this machine only.
+
+A memory is kept under the round of the upload that it belongs to, and none is ever changed. The server's acknowledgement
+names the round that counts; all others are discarded. So there is nothing to commit, and nothing that a killed process
+could leave half committed: an upload that the server never used is as if it had never been made.
 
 Not in Flower's ``Context.state``: a SuperNode ships all of that into and out of a fresh process for every message, and
-loses it without a word when that takes more than five seconds.
+loses it without a word when that takes more than five seconds. Only a pointer to the file is there.
 """
 
 import contextlib
 import logging
 import os
+import re
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
-from fedcomp import FedcompError
-from fedcomp.feedback import Residual
-from fedcomp.layout import Vector
+from fedcomp import FedcompError, Layout, Memory, _validate
+from fedcomp.feedback.stored import PRECISIONS, pack_memory, unpack_memory
 
 log = logging.getLogger("fedcomp")
 
 _KEEP_S = 30 * 24 * 3600.0
 _KEEP_TMP_S = 3600.0
+_SUFFIX = ".memory"
 
 
-class ResidualStore(Protocol):
-    """Keeps residuals by training (a run and a session of its server) and node; both are safe as names of files."""
+class StateStore(Protocol):
+    """Keeps memories by training (a run and a session of its server), node and round; names are safe as file names."""
 
-    def load(self, training: str, node: str) -> Residual:
-        """The residual of this node in this training; empty if there is none."""
+    def load(self, training: str, node: str, round: int, layout: Layout) -> Memory | None:
+        """The memory made with the upload of this round for a model of this layout; None if it is not there, or damaged."""
 
-    def save(self, training: str, node: str, residual: Residual) -> None:
-        """Replace the residual of this node in this training. Raises FedcompError, the old one intact, if it cannot."""
+    def save(self, training: str, node: str, memory: Memory, layout: Layout, *, exact: bool = False) -> str:
+        """Keep a memory beside the others. Returns where it is. Raises FedcompError if it cannot, the others intact.
+
+        Args:
+            layout: of the tensors in it, see fedcomp.feedback.stored.memory_layout.
+            exact: store it without rounding.
+        """
+
+    def discard(self, training: str, node: str, *, but: int) -> None:
+        """Forget the node's memories of this training, except that of round `but`."""
 
 
 class MemoryStore:
-    """Residuals in this process's memory: for simulations that run in one process."""
+    """Memories in this process: for simulations that run in one process, and for small models on long-lived clients."""
 
     def __init__(self) -> None:
-        self._residuals: dict[tuple[str, str], Residual] = {}
+        self._kept: dict[tuple[str, str], dict[int, Memory]] = {}
 
-    def load(self, training: str, node: str) -> Residual:
-        """See ResidualStore."""
-        return self._residuals.get((training, node), {})
+    def load(self, training: str, node: str, round: int, layout: Layout) -> Memory | None:
+        """See StateStore."""
+        return self._kept.get((training, node), {}).get(round)
 
-    def save(self, training: str, node: str, residual: Residual) -> None:
-        """See ResidualStore; never fails."""
-        self._residuals[training, node] = residual
+    def save(self, training: str, node: str, memory: Memory, layout: Layout, *, exact: bool = False) -> str:
+        """See StateStore; never fails, and never rounds."""
+        self._kept.setdefault((training, node), {})[memory.round] = memory
+        return "memory"
+
+    def discard(self, training: str, node: str, *, but: int) -> None:
+        """See StateStore."""
+        kept = self._kept.get((training, node), {})
+        self._kept[training, node] = {round_: memory for round_, memory in kept.items() if round_ == but}
 
 
 class FileStore:
-    """Residuals in files ``<directory>/<training>/<node>.npz``, replaced atomically, never unpickled.
+    """Memories in files ``<directory>/<training>/<node>.<round>.memory``, replaced atomically, never unpickled.
 
     Trainings that nobody has touched for 30 days, and what a killed process left half written, are removed on the way.
 
     Args:
         directory: None: ``$FEDCOMP_STATE_DIR``, else ``$FLWR_HOME/fedcomp``, else ``~/.flwr/fedcomp``, looked up when
             used, so that the store can be made at import time and pickled.
+        precision: of the stored values: "float16", "int8" (a quarter of float32's size, for large models) or "float32".
+        max_bytes: most bytes in the directory; None: ``$FEDCOMP_STATE_BYTES``, else 4 GiB. Files of other trainings go
+            first, the oldest before the others; a memory that still finds no room is an error.
     """
 
-    def __init__(self, directory: Path | None = None) -> None:
+    def __init__(
+        self, directory: Path | None = None, *, precision: str = "float16", max_bytes: int | None = None
+    ) -> None:
+        _validate.one_of(choices=tuple(PRECISIONS), precision=precision)
+        if max_bytes is not None:
+            _validate.integer(low=1, max_bytes=max_bytes)
         self._directory = directory
+        self._max_bytes = max_bytes
+        self.precision = precision
 
     @property
     def directory(self) -> Path:
         """Where the files are."""
-        if self._directory is not None:
-            return self._directory
-        if chosen := os.environ.get("FEDCOMP_STATE_DIR"):
-            return Path(chosen)
-        return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "fedcomp"
+        return self._directory or state_directory()
 
-    def load(self, training: str, node: str) -> Residual:
-        """See ResidualStore. A damaged file counts as none, with a warning."""
-        path = self.directory / training / f"{node}.npz"
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes in the directory."""
+        if self._max_bytes is not None:
+            return self._max_bytes
+        told = os.environ.get("FEDCOMP_STATE_BYTES", "")
+        return int(told) if told.isdigit() else 4 << 30
+
+    def load(self, training: str, node: str, round: int, layout: Layout) -> Memory | None:
+        """See StateStore. A file that is damaged or of another model counts as none, with a warning."""
+        path = self._path(training, node, round)
         try:
-            return _read(path)
+            memory = unpack_memory(path.read_bytes(), layout)
         except FileNotFoundError:
-            return {}
-        except Exception as error:  # a damaged zip file raises half a dozen kinds, and none must stop this client
-            log.warning("residual file %s cannot be read (%s): starting again from zero", path, error)
-            return {}
+            log.warning("memory file %s is missing: starting again from zero", path)
+            return None
+        except (OSError, FedcompError) as error:
+            log.warning("memory file %s cannot be used (%s): starting again from zero", path, error)
+            return None
+        return memory if memory.round == round else None
 
-    def save(self, training: str, node: str, residual: Residual) -> None:
-        """See ResidualStore."""
-        path = self.directory / training / f"{node}.npz"
-        temporary = None
+    def save(self, training: str, node: str, memory: Memory, layout: Layout, *, exact: bool = False) -> str:
+        """See StateStore."""
+        path = self._path(training, node, memory.round)
+        data = pack_memory(memory, layout, "float32" if exact else self.precision)
         try:
-            if not path.exists():  # once a training
+            if not path.parent.exists():  # once a training
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._tidy()
-            with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-                temporary = Path(file.name)
-                arrays = {f"r{index}": values for index, values in enumerate(residual.values())}
-                np.savez(file, names=np.array(list(residual), dtype=np.str_), **arrays)  # type: ignore[arg-type]
-            temporary.replace(path)
+            self._make_room(len(data), training)
+            write_atomically(path, data)
         except OSError as error:
-            if temporary is not None:
-                temporary.unlink(missing_ok=True)
             raise FedcompError(
                 f"residual cannot be stored at {path} ({error}); the old one is kept and nothing is sent; "
                 "free some space or set FEDCOMP_STATE_DIR to a writable directory"
             ) from error
+        return str(path)
+
+    def discard(self, training: str, node: str, *, but: int) -> None:
+        """See StateStore."""
+        pattern = re.compile(rf"{re.escape(node)}\.\d+{re.escape(_SUFFIX)}")
+        for path in (self.directory / training).glob(f"{node}.*"):
+            if pattern.fullmatch(path.name) and path != self._path(training, node, but):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _path(self, training: str, node: str, round: int) -> Path:
+        return self.directory / training / f"{node}.{round}{_SUFFIX}"
+
+    def _make_room(self, needed: int, training: str) -> None:
+        """Remove files of other trainings, oldest first, until there is room. Raises OSError if there is none."""
+        files = list(self._files())
+        total = sum(size for _, _, size in files) + needed
+        for _, path, size in sorted(files):
+            if total <= self.max_bytes:
+                return
+            if path.parent.name != training:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                    total -= size
+        if total > self.max_bytes:
+            raise OSError(f"{needed} bytes more than the {self.max_bytes} that FEDCOMP_STATE_BYTES allows")
+
+    def _files(self) -> Iterator[tuple[float, Path, int]]:
+        """Time of last change, path and size of every file; another process may be removing some."""
+        for path in self.directory.glob("*/*"):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                yield status.st_mtime, path, status.st_size
 
     def _tidy(self) -> None:
         """Remove what is too old to be anybody's; another process may be doing the same."""
         now = time.time()
-        for path in self.directory.glob("*/*"):
+        for changed, path, _ in self._files():
             keep_s = _KEEP_TMP_S if path.suffix == ".tmp" else _KEEP_S
-            with contextlib.suppress(OSError):
-                if path.suffix in (".tmp", ".npz") and now - path.stat().st_mtime > keep_s:
+            if now - changed > keep_s:
+                with contextlib.suppress(OSError):
                     path.unlink()
         for folder in self.directory.iterdir():
             with contextlib.suppress(OSError):  # not empty, which is most of them
@@ -117,10 +179,24 @@ class FileStore:
                     folder.rmdir()
 
 
-def _read(path: Path) -> dict[str, Vector]:
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-        names = [str(name) for name in stored["names"]]
-        residual = {name: stored[f"r{index}"] for index, name in enumerate(names)}
-    if any(values.dtype != np.float32 for values in residual.values()):
-        raise ValueError("expected float32 arrays")
-    return residual
+def state_directory() -> Path:
+    """Where clients keep files: ``$FEDCOMP_STATE_DIR``, else ``$FLWR_HOME/fedcomp``, else ``~/.flwr/fedcomp``."""
+    if chosen := os.environ.get("FEDCOMP_STATE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "fedcomp"
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file so that it is there whole or not at all. Raises OSError."""
+    temporary = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+            temporary = Path(file.name)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise

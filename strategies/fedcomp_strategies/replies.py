@@ -1,0 +1,154 @@
+"""Replies of clients, looked at before anything is decoded: who sent them, what they weigh, what is in them."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flwr.app import Array, Error, Message
+from flwr.serverapp.strategy import Strategy
+
+from fedcomp import FrameError, LayoutError, NonFiniteError, wire
+from fedcomp.errors import RoundError
+from fedcomp.request import STYPE
+
+BAD_REPLY = 900
+"""Error code of a reply that arrived but was refused; the reason says why."""
+
+LARGEST_WEIGHT = 1e18
+
+CAUSES = ("error", "stale", "non-finite", "late", "repeated", "foreign", "damaged", "mismatch", "weight", "missing")
+"""Why a reply is dropped: the client failed; it lost the model that it should have held; its update is not finite; the
+frame is of another round; the node has replied already; the node was not asked; the frame is damaged or made otherwise
+than asked; tensors or records are not those of the others; its weight is impossible; it never came."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply, or what was made of one that was dropped.
+
+    Attributes:
+        message: as it came; an error message once it was dropped.
+        cause: why it was dropped, one of CAUSES; "": it was not.
+    """
+
+    message: Message
+    cause: str = ""
+
+    @property
+    def node(self) -> int:
+        """Who sent it."""
+        return self.message.metadata.src_node_id
+
+    @property
+    def array(self) -> Array | None:
+        """The array that carries the frame; None in a plain reply."""
+        if self.message.has_error():
+            return None
+        found = [a for r in self.message.content.array_records.values() for a in r.values()]
+        return next((array for array in found if array.stype.startswith("fedcomp.")), None)
+
+    def frame(self) -> bytes:
+        """The frame. Raises FrameError if the reply holds something else besides."""
+        ((_, record),) = self.message.content.array_records.items()
+        if len(record) != 1 or (array := next(iter(record.values()))).stype != STYPE:
+            raise FrameError(f"expected one array of type {STYPE}, got {[array.stype for array in record.values()]}")
+        return array.data
+
+    def refused(self, cause: str, reason: object) -> "Reply":
+        """The reply as an error message that says why it was dropped."""
+        error = Error(BAD_REPLY, f"reply refused: {reason}")
+        message: Message = Message(error=error, metadata=self.message.metadata)  # type: ignore[call-overload]
+        return replace(self, message=message, cause=cause)
+
+
+def cause_of(error: Exception) -> str:
+    """The cause that stands for an error met while decoding."""
+    kinds = {NonFiniteError: "non-finite", RoundError: "late", FrameError: "damaged", LayoutError: "mismatch"}
+    return next((cause for kind, cause in kinds.items() if isinstance(error, kind)), "damaged")
+
+
+def triage(messages: Iterable[Message], asked: Counter[int], round: int, key: str | None) -> list[Reply]:
+    """The replies by node, those refused that need no decoding to see it.
+
+    Args:
+        messages: in any order.
+        asked: how many messages went to each node in this round; empty: somebody else sent them.
+        round: the round that frames must be of.
+        key: the metric by which replies are weighed; None: they are not.
+    """
+    replies = sorted(map(Reply, messages), key=lambda reply: reply.node)
+    replies = list(_known([_checked(reply, round, key) for reply in replies], asked))
+    return consistent(replies)
+
+
+def _checked(reply: Reply, round: int, key: str | None) -> Reply:
+    if reply.message.has_error():
+        reason = reply.message.error.reason
+        said = {"StaleModelError": "stale", "NonFiniteError": "non-finite"}
+        return replace(reply, cause=next((cause for name, cause in said.items() if name in reason), "error"))
+    array = reply.array
+    seen = wire.peek(array.data) if array is not None and array.stype == STYPE else None
+    if seen is not None and seen[0] != round:
+        return reply.refused("late", f"frame is for round {seen[0]}, expected round {round}")
+    return check_weight(reply, key)
+
+
+def _known(replies: list[Reply], asked: Counter[int]) -> Iterator[Reply]:
+    """Replies of nodes that were not asked, or asked less often; a good reply is preferred to a bad one."""
+    left = asked.copy()
+    order = sorted(range(len(replies)), key=lambda i: (replies[i].node, bool(replies[i].cause)))
+    for reply in (replies[i] for i in order):
+        if asked and not asked[reply.node]:
+            yield reply.refused("foreign", "this node was not asked")
+        elif asked and not left[reply.node]:
+            yield reply if reply.cause == "late" else reply.refused("repeated", "this node has replied already")
+        else:
+            left[reply.node] -= 1
+            yield reply
+
+
+def check_weight(reply: Reply, key: str | None) -> Reply:
+    """The reply, refused if its weight is missing, negative or no finite number."""
+    if reply.cause or key is None:
+        return reply
+    weight = weight_of(reply.message, key)
+    if isinstance(weight, int | float) and 0 <= weight <= LARGEST_WEIGHT:
+        return reply
+    return reply.refused("weight", f"expected the metric {key!r} from 0 to {LARGEST_WEIGHT:g}, got {weight}")
+
+
+def consistent(replies: list[Reply]) -> list[Reply]:
+    """Refuse replies whose records differ in kind from most others', which would make Flower end the whole run."""
+    kinds = ["" if reply.cause else _kind(reply.message) for reply in replies]
+    usual = Counter(kind for kind in kinds if kind).most_common(1)
+    return [
+        reply
+        if not kind or kind == usual[0][0]
+        else reply.refused("mismatch", f"expected the records {usual[0][0]}, as most clients send, got {kind}")
+        for reply, kind in zip(replies, kinds, strict=True)
+    ]
+
+
+def weight_key(strategy: Strategy) -> str | None:
+    """The metric that a strategy weighs replies by, also below privacy wrappers."""
+    key: str | None = None
+    inner: Any = strategy
+    while key is None and inner is not None:
+        key, inner = getattr(inner, "weighted_by_key", None), getattr(inner, "strategy", None)
+    return key
+
+
+def weight_of(message: Message, key: str | None) -> Any:
+    """What a strategy will take as a reply's weight; None if the reply has nothing of the kind."""
+    records = message.content.metric_records.values()
+    return next((record[key] for record in records if key is not None and key in record), None)
+
+
+def _kind(message: Message) -> str:
+    """The names of the records of a reply, and what is in its metric records, with the lengths of lists."""
+    told = sorted(message.content.array_records)
+    for name, record in sorted(message.content.metric_records.items()):
+        keys = sorted(f"{k}[{len(v)}]" if isinstance(v, list) else k for k, v in record.items())
+        told.append(f"{name} {{{', '.join(keys)}}}")
+    return ", ".join(told) or "nothing"
