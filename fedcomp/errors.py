@@ -5,6 +5,7 @@
     ├── LayoutError        tensors do not fit the model: name, shape or dtype
     ├── NonFiniteError     NaN or infinity where a number is needed
     └── FrameError         bytes that are no valid frame for this model
+        └── StaleModelError    a chain of frames that starts from another model than the one held here
 
 Messages say what was expected, what came, where, and what to do about it.
 """
@@ -28,3 +29,7 @@ class NonFiniteError(FedcompError):
 
 class FrameError(FedcompError):
     """Bytes are damaged, forged, of another version, or meant for another model, round or plan."""
+
+
+class StaleModelError(FrameError):
+    """A package changes a model that this client does not hold; the server must send the whole model."""

@@ -4,11 +4,7 @@ Not in Flower's ``Context.state``: a SuperNode ships all of that into and out of
 loses it without a word when that takes more than five seconds.
 """
 
-import contextlib
 import logging
-import os
-import tempfile
-import time
 from pathlib import Path
 from typing import Protocol
 
@@ -17,11 +13,9 @@ import numpy as np
 from fedcomp import FedcompError
 from fedcomp.feedback import Residual
 from fedcomp.layout import Vector
+from fedcomp_clients.files import replace_file, state_directory
 
 log = logging.getLogger("fedcomp")
-
-_KEEP_S = 30 * 24 * 3600.0
-_KEEP_TMP_S = 3600.0
 
 
 class ResidualStore(Protocol):
@@ -52,11 +46,9 @@ class MemoryStore:
 class FileStore:
     """Residuals in files ``<directory>/<training>/<node>.npz``, replaced atomically, never unpickled.
 
-    Trainings that nobody has touched for 30 days, and what a killed process left half written, are removed on the way.
-
     Args:
-        directory: None: ``$FEDCOMP_STATE_DIR``, else ``$FLWR_HOME/fedcomp``, else ``~/.flwr/fedcomp``, looked up when
-            used, so that the store can be made at import time and pickled.
+        directory: None: see `state_directory`, looked up when used, so that the store can be made at import time and
+            pickled.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -65,11 +57,7 @@ class FileStore:
     @property
     def directory(self) -> Path:
         """Where the files are."""
-        if self._directory is not None:
-            return self._directory
-        if chosen := os.environ.get("FEDCOMP_STATE_DIR"):
-            return Path(chosen)
-        return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "fedcomp"
+        return state_directory(self._directory)
 
     def load(self, training: str, node: str) -> Residual:
         """See ResidualStore. A damaged file counts as none, with a warning."""
@@ -85,36 +73,15 @@ class FileStore:
     def save(self, training: str, node: str, residual: Residual) -> None:
         """See ResidualStore."""
         path = self.directory / training / f"{node}.npz"
-        temporary = None
+        arrays = {f"r{index}": values for index, values in enumerate(residual.values())}
+        names = np.array(list(residual), dtype=np.str_)
         try:
-            if not path.exists():  # once a training
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._tidy()
-            with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-                temporary = Path(file.name)
-                arrays = {f"r{index}": values for index, values in enumerate(residual.values())}
-                np.savez(file, names=np.array(list(residual), dtype=np.str_), **arrays)  # type: ignore[arg-type]
-            temporary.replace(path)
+            replace_file(path, lambda file: np.savez(file, names=names, **arrays))  # type: ignore[arg-type]
         except OSError as error:
-            if temporary is not None:
-                temporary.unlink(missing_ok=True)
             raise FedcompError(
                 f"residual cannot be stored at {path} ({error}); the old one is kept and nothing is sent; "
                 "free some space or set FEDCOMP_STATE_DIR to a writable directory"
             ) from error
-
-    def _tidy(self) -> None:
-        """Remove what is too old to be anybody's; another process may be doing the same."""
-        now = time.time()
-        for path in self.directory.glob("*/*"):
-            keep_s = _KEEP_TMP_S if path.suffix == ".tmp" else _KEEP_S
-            with contextlib.suppress(OSError):
-                if path.suffix in (".tmp", ".npz") and now - path.stat().st_mtime > keep_s:
-                    path.unlink()
-        for folder in self.directory.iterdir():
-            with contextlib.suppress(OSError):  # not empty, which is most of them
-                if now - folder.stat().st_mtime > _KEEP_TMP_S:
-                    folder.rmdir()
 
 
 def _read(path: Path) -> dict[str, Vector]:
