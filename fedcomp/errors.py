@@ -6,6 +6,7 @@
     ├── NonFiniteError     NaN or infinity where a number is needed
     └── FrameError         bytes that are no valid frame for this model
         ├── RoundError           a sound frame of another round
+        ├── StaleModelError      a sound package that changes a model which is not held
         └── UnboundedError       a sound frame that would make the model NaN or infinite (also a NonFiniteError)
 
 Messages say what was expected, what came, where, and what to do about it.
@@ -38,3 +39,7 @@ class RoundError(FrameError):
 
 class UnboundedError(FrameError, NonFiniteError):
     """A frame is sound, but the model it stands for is not finite."""
+
+
+class StaleModelError(FrameError):
+    """A package changes a model that this client does not hold; the server must send the whole model."""

@@ -10,21 +10,16 @@ loses it without a word when that takes more than five seconds. Only a pointer t
 
 import contextlib
 import logging
-import os
 import re
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 from fedcomp import FedcompError, Layout, Memory, _validate
 from fedcomp.feedback.stored import PRECISIONS, pack_memory, unpack_memory
+from fedcomp_clients.files import state_directory, state_limit, write_file
 
 log = logging.getLogger("fedcomp")
 
-_KEEP_S = 30 * 24 * 3600.0
-_KEEP_TMP_S = 3600.0
 _SUFFIX = ".memory"
 
 
@@ -70,14 +65,12 @@ class MemoryStore:
 class FileStore:
     """Memories in files ``<directory>/<training>/<node>.<round>.memory``, replaced atomically, never unpickled.
 
-    Trainings that nobody has touched for 30 days, and what a killed process left half written, are removed on the way.
-
     Args:
         directory: None: ``$FEDCOMP_STATE_DIR``, else ``$FLWR_HOME/fedcomp``, else ``~/.flwr/fedcomp``, looked up when
             used, so that the store can be made at import time and pickled.
         precision: of the stored values: "float16", "int8" (a quarter of float32's size, for large models) or "float32".
-        max_bytes: most bytes in the directory; None: ``$FEDCOMP_STATE_BYTES``, else 4 GiB. Files of other trainings go
-            first, the oldest before the others; a memory that still finds no room is an error.
+        max_bytes: most bytes in the directory; None: ``$FEDCOMP_STATE_BYTES``, else 4 GiB. Files of other trainings make
+            room, the oldest first; a memory that still finds none is an error.
     """
 
     def __init__(
@@ -93,15 +86,7 @@ class FileStore:
     @property
     def directory(self) -> Path:
         """Where the files are."""
-        return self._directory or state_directory()
-
-    @property
-    def max_bytes(self) -> int:
-        """Most bytes in the directory."""
-        if self._max_bytes is not None:
-            return self._max_bytes
-        told = os.environ.get("FEDCOMP_STATE_BYTES", "")
-        return int(told) if told.isdigit() else 4 << 30
+        return state_directory(self._directory)
 
     def load(self, training: str, node: str, round: int, layout: Layout) -> Memory | None:
         """See StateStore. A file that is damaged or of another model counts as none, with a warning."""
@@ -121,11 +106,7 @@ class FileStore:
         path = self._path(training, node, memory.round)
         data = pack_memory(memory, layout, "float32" if exact else self.precision)
         try:
-            if not path.parent.exists():  # once a training
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._tidy()
-            self._make_room(len(data), training)
-            write_atomically(path, data)
+            write_file(path, data, state_limit(self._max_bytes))
         except OSError as error:
             raise FedcompError(
                 f"residual cannot be stored at {path} ({error}); the old one is kept and nothing is sent; "
@@ -143,60 +124,3 @@ class FileStore:
 
     def _path(self, training: str, node: str, round: int) -> Path:
         return self.directory / training / f"{node}.{round}{_SUFFIX}"
-
-    def _make_room(self, needed: int, training: str) -> None:
-        """Remove files of other trainings, oldest first, until there is room. Raises OSError if there is none."""
-        files = list(self._files())
-        total = sum(size for _, _, size in files) + needed
-        for _, path, size in sorted(files):
-            if total <= self.max_bytes:
-                return
-            if path.parent.name != training:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-                    total -= size
-        if total > self.max_bytes:
-            raise OSError(f"{needed} bytes more than the {self.max_bytes} that FEDCOMP_STATE_BYTES allows")
-
-    def _files(self) -> Iterator[tuple[float, Path, int]]:
-        """Time of last change, path and size of every file; another process may be removing some."""
-        for path in self.directory.glob("*/*"):
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                yield status.st_mtime, path, status.st_size
-
-    def _tidy(self) -> None:
-        """Remove what is too old to be anybody's; another process may be doing the same."""
-        now = time.time()
-        for changed, path, _ in self._files():
-            keep_s = _KEEP_TMP_S if path.suffix == ".tmp" else _KEEP_S
-            if now - changed > keep_s:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-        for folder in self.directory.iterdir():
-            with contextlib.suppress(OSError):  # not empty, which is most of them
-                if now - folder.stat().st_mtime > _KEEP_TMP_S:
-                    folder.rmdir()
-
-
-def state_directory() -> Path:
-    """Where clients keep files: ``$FEDCOMP_STATE_DIR``, else ``$FLWR_HOME/fedcomp``, else ``~/.flwr/fedcomp``."""
-    if chosen := os.environ.get("FEDCOMP_STATE_DIR"):
-        return Path(chosen)
-    return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "fedcomp"
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that it is there whole or not at all. Raises OSError."""
-    temporary = None
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-            temporary = Path(file.name)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        raise
