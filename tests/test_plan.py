@@ -9,11 +9,13 @@ import pytest
 
 import fedcomp
 from fedcomp import (
+    CAFe,
     ConfigError,
     ErrorFeedback,
     Identity,
     Layout,
     LayoutError,
+    Memory,
     NonFiniteError,
     Plan,
     Rule,
@@ -22,6 +24,7 @@ from fedcomp import (
     TopK,
     Uniform,
 )
+from fedcomp.feedback import EMPTY
 from fedcomp.plan import as_plan
 from fedcomp.request import Request
 
@@ -176,48 +179,53 @@ def test_an_update_beyond_float32_is_refused_by_name() -> None:
 def test_feedback_through_compress_telescopes_and_is_keyed_by_name() -> None:
     rng = np.random.default_rng(0)
     base = {"w": np.zeros((10, 10), np.float32), "b": np.zeros(4, np.float32)}
-    residual: Any = {}
+    memory = EMPTY
     sent, given = np.zeros((10, 10)), np.zeros((10, 10))
     for step in range(20):
         new = {"w": rng.standard_normal((10, 10)).astype(np.float32), "b": np.ones(4, np.float32)}
         plan = Plan(TopK(0.05, values=Uniform(4)))
-        update = fedcomp.compress(base, new, plan, round=step, rng=rng, residual=residual)
-        residual = update.residual
+        update = fedcomp.compress(base, new, plan, round=step, rng=rng, feedback=ErrorFeedback(), memory=memory)
+        memory = update.memory
         sent += fedcomp.decompress(update.frame, base)["w"]
         given += new["w"]
-    assert set(residual) == {"w"}
-    assert np.allclose(sent + residual["w"], given, atol=1e-4)
+    assert set(memory.slots["residual"]) == {"w"}
+    assert np.allclose(sent + memory.slots["residual"]["w"], given, atol=1e-4)
 
 
 def test_residuals_that_do_not_fit_are_dropped_by_name(caplog: pytest.LogCaptureFixture) -> None:
     """c31"""
     layout = Layout((Tensor("kept", (3,)), Tensor("reshaped", (2, 2)), Tensor("bad", (1,))))
-    residual = {
+    slots = {
         "kept": np.ones(3, np.float32),
         "reshaped": np.ones(4, np.float32),
         "bad": np.array([np.nan], np.float32),
         "gone": np.ones(9, np.float32),
     }
     with caplog.at_level(logging.WARNING):
-        parts, _ = ErrorFeedback(Identity()).encode(np.zeros(8, np.float32), layout, residual, np.random.default_rng(0))
-    assert parts["values"].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+        residual = Memory(1, {"residual": slots}).flat("residual", layout)
+    assert residual.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
     assert "'reshaped'" in caplog.text
     assert "'bad'" in caplog.text
     assert "'kept'" not in caplog.text
 
 
 def test_errors_leave_the_residual_alone() -> None:
-    residual = {"w": np.ones(20, np.float32)}
+    memory = Memory(1, {"residual": {"w": np.ones(20, np.float32)}})
     with pytest.raises(NonFiniteError):
-        compress({"w": np.zeros(20, np.float32)}, {"w": np.full(20, np.nan, np.float32)}, residual=residual)
-    assert residual["w"].tolist() == [1] * 20
+        compress(
+            {"w": np.zeros(20, np.float32)},
+            {"w": np.full(20, np.nan, np.float32)},
+            feedback=ErrorFeedback(),
+            memory=memory,
+        )
+    assert memory.slots["residual"]["w"].tolist() == [1] * 20
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
 
 
 def test_requests_round_trip() -> None:
-    request = Request(Plan(TopK(0.01, values=Uniform(8)), (Rule("*.bias", None),)), 12, "ef", 3)
+    request = Request(Plan(TopK(0.01, values=Uniform(8)), (Rule("*.bias", None),)), 12, CAFe(beta=0.8), 3)
     assert Request.from_text(request.to_text()) == request
 
 

@@ -13,10 +13,12 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from fedcomp import CompressedUpdate, ConfigError, Layout, LayoutError, Memory, compress, decompress, generator
 from fedcomp.feedback import EMPTY
+from fedcomp.feedback.cafe import blank
 from fedcomp.feedback.stored import memory_layout
 from fedcomp.layout import is_float_dtype
 from fedcomp.monitor import Monitor, Sink
-from fedcomp.request import ACK, ACKS, KEY, STYPE, Request
+from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, STYPE, Request
+from fedcomp_clients.downlink import FileModelCache, ModelCache, receive
 from fedcomp_clients.state import FileStore, StateStore
 
 log = logging.getLogger("fedcomp")
@@ -28,10 +30,14 @@ class CompressMod:
     Args:
         store: where feedback keeps what it must remember; None: files, see FileStore.
         monitor: called with statistics of each tensor's update and what its frame makes of it; costs one decoding.
+        models: where the last model is kept that the server's next differences apply to; None: files, see FileModelCache.
     """
 
-    def __init__(self, store: StateStore | None = None, monitor: Sink | None = None) -> None:
+    def __init__(
+        self, store: StateStore | None = None, monitor: Sink | None = None, models: ModelCache | None = None
+    ) -> None:
         self.store = store or FileStore()
+        self.models = models or FileModelCache()
         self.monitor = monitor
         self._monitors: dict[str, Monitor] = {}
 
@@ -40,7 +46,9 @@ class CompressMod:
 
         Raises NonFiniteError if the trained model holds NaN or infinity, FedcompError if the residual cannot be stored:
         Flower turns both into an error reply of this client. What merely does not fit is sent plainly, with a warning.
+        So it does with StaleModelError, if the server sent differences to a model that is not here any more.
         """
+        predictor = self._unpack(message, context)
         request = _request(message) if message.metadata.message_type.partition(".")[0] == "train" else None
         if request is None or len(message.content.array_records) != 1:
             return call_next(message, context)
@@ -53,7 +61,7 @@ class CompressMod:
             return reply
         key, trained = next(iter(reply.content.array_records.items()))
         try:
-            frame = self._compress(base, trained, request, known, context)
+            frame = self._compress(base, trained, request, known, predictor, context)
         except LayoutError as error:
             log.warning("update sent uncompressed: %s", error)
             return reply
@@ -61,8 +69,25 @@ class CompressMod:
         reply.content = RecordDict({**reply.content, key: ArrayRecord({KEY: packed})})
         return reply
 
+    def _unpack(self, message: Message, context: Context) -> bytes | None:
+        """Put the model in the place of a package, whatever the message is for. Returns the predictor beside it."""
+        for key, record in message.content.array_records.items():
+            packed = next((array for array in record.values() if array.stype == MODEL_STYPE), None)
+            if packed is not None:
+                received = receive(packed.data, self.models, str(context.run_id), _node(context)[0])
+                model = ArrayRecord({name: Array(values) for name, values in received.arrays.items()})
+                message.content = RecordDict({**message.content, key: model})
+                return received.predictor
+        return None
+
     def _compress(
-        self, base: dict[str, Array], trained: ArrayRecord, request: Request, known: "_Acknowledged", context: Context
+        self,
+        base: dict[str, Array],
+        trained: ArrayRecord,
+        request: Request,
+        known: "_Acknowledged",
+        predictor: bytes | None,
+        context: Context,
     ) -> bytes:
         name, number = _node(context)
         start = {key: array.numpy() for key, array in base.items()}
@@ -75,6 +100,7 @@ class CompressMod:
             round=request.round,
             rng=generator(request.seed, request.round, number),
             feedback=request.feedback,
+            predictor=None if predictor is None else decompress(predictor, blank(start)),
             memory=self._recall(request, known.round(number), context, Layout.of(start)) if remembers else EMPTY,
             number=number if remembers and known.ack is None and _partition(context) is not None else None,
         )

@@ -63,7 +63,15 @@ def server_app(experiment: Experiment, method: Method, seed: int, on_round: OnRo
     def main(grid: Grid, context: Context) -> None:
         del context
         _samples(experiment, seed)  # data that cannot be had must end the run here, not fail every client
-        strategy = Compressed(make_strategy(experiment), uplink=method.codec, feedback=method.feedback, seed=seed)
+        strategy = Compressed(
+            make_strategy(experiment, method),
+            uplink=method.codec,
+            feedback=method.feedback,
+            downlink=method.downlink,
+            mixed_fleet=False,
+            device="cpu",
+            seed=seed,
+        )
         evaluate = _Evaluation(experiment, strategy, on_round)
         run_strategy(strategy, experiment, seed, grid, evaluate)
 
@@ -71,14 +79,17 @@ def server_app(experiment: Experiment, method: Method, seed: int, on_round: OnRo
     return app
 
 
-def make_strategy(experiment: Experiment) -> Strategy:
-    """Make the experiment's own strategy, without compression and without evaluation on the clients."""
-    return STRATEGIES[experiment.strategy](
+def make_strategy(experiment: Experiment, method: Method | None = None) -> Strategy:
+    """Make the strategy of the method, or else the experiment's, without compression and without evaluation on clients."""
+    name, options = experiment.strategy, experiment.strategy_options
+    if method is not None and method.strategy:
+        name, options = method.strategy, method.strategy_options
+    return STRATEGIES[name](
         fraction_train=experiment.clients_per_round / experiment.clients,
         min_train_nodes=experiment.clients_per_round,  # the fraction alone may round down to one client less
         fraction_evaluate=0.0,
         min_available_nodes=experiment.clients,
-        **experiment.strategy_options,
+        **options,
     )
 
 

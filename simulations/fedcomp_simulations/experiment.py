@@ -19,9 +19,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fedcomp import ErrorFeedback, Schedule
+from fedcomp import Schedule, as_feedback
 from fedcomp.errors import ConfigError
-from fedcomp.feedback import FEEDBACKS
+from fedcomp.feedback import feedbacks
+from fedcomp.plan import as_plan
 from fedcomp_simulations import datasets, partition
 
 MODELS = ("cnn", "mlp")
@@ -37,23 +38,39 @@ STRATEGIES: dict[str, tuple[str, ...]] = {  # and the options each of them takes
 
 @dataclass(frozen=True)
 class Method:
-    """One way to upload: a codec or a schedule of codecs as text, and the feedback around it."""
+    """One way to communicate.
+
+    Attributes:
+        codec: of the uploads: a codec or a schedule of codecs as text.
+        feedback: what makes up for losses, as text.
+        downlink: "pack", "plain", or the codec of the global model's differences.
+        strategy, strategy_options: in the place of the experiment's, such as FedAvgM as the twin of a feedback with
+            momentum; "": the experiment's.
+    """
 
     name: str
     codec: str
     feedback: str = "none"
+    downlink: str = "pack"
+    strategy: str = ""
+    strategy_options: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        _one_of("feedback", self.feedback, FEEDBACKS)
-        plans = Schedule.parse(self.codec).plans()
-        if self.feedback == "ef":
-            for codec in {codec for plan in plans for codec in plan.codecs()}:
-                ErrorFeedback(codec)  # refuses codecs with which it diverges
+        feedback = as_feedback(self.feedback)
+        for plan in Schedule.parse(self.codec).plans():
+            feedback.check(plan)
+        if self.downlink not in ("pack", "plain"):
+            as_plan(self.downlink)
+        if self.strategy:
+            _check_strategy(self.strategy, self.strategy_options)
+        elif self.strategy_options:
+            raise ConfigError("strategy_options: name the strategy of the method too")
 
     @property
     def uncompressed(self) -> bool:
         """Whether this is the plain float32 upload that others are compared with."""
-        return self.feedback == "none" and Schedule.parse(self.codec) == Schedule.parse("float32")
+        plain = self.feedback == "none" and self.downlink in ("pack", "plain") and not self.strategy
+        return plain and Schedule.parse(self.codec) == Schedule.parse("float32")
 
 
 @dataclass(frozen=True)
@@ -81,12 +98,7 @@ class Experiment:
         _one_of("dataset", self.dataset, datasets.available())
         _one_of("model", self.model, MODELS)
         _one_of("partition", self.partition, partition.kinds())
-        _one_of("strategy", self.strategy, tuple(STRATEGIES))
-        for key, value in self.strategy_options.items():
-            _one_of(f"option of strategy {self.strategy!r}", key, STRATEGIES[self.strategy])
-            below = 1 if key in ("beta_1", "beta_2", "server_momentum") else math.inf
-            if not 0 <= value < below or (key == "tau" and value == 0):
-                raise ConfigError(f"strategy_options.{key}: expected a number from 0 to below {below}, got {value}")
+        _check_strategy(self.strategy, self.strategy_options)
         for key in ("clients", "clients_per_round", "min_samples", "rounds", "local_epochs", "batch"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"{key}: expected at least 1, got {getattr(self, key)}")
@@ -140,9 +152,9 @@ def parse_experiment(text: str, *, name: str, source: str) -> Experiment:
 
 
 def parse_method(text: str) -> Method:
-    """Make a method from a codec as text, with error feedback if it ends in `+ef`."""
+    """Make a method from a codec as text, with feedback if it ends in one, as in `sign+ef` or `sign+cafe(beta=0.8)`."""
     codec, plus, feedback = text.rpartition("+")
-    if plus and feedback.strip() in FEEDBACKS:
+    if plus and feedback.strip().partition("(")[0] in feedbacks():
         return Method(text, codec.strip(), feedback.strip())
     return Method(text, text.strip())
 
@@ -204,6 +216,15 @@ _WORDS: dict[Any, str] = {
     "seeds": "a list of whole numbers",
     "strategy_options": "a table of numbers",
 }
+
+
+def _check_strategy(name: str, options: Mapping[str, float]) -> None:
+    _one_of("strategy", name, tuple(STRATEGIES))
+    for key, value in options.items():
+        _one_of(f"option of strategy {name!r}", key, STRATEGIES[name])
+        below = 1 if key in ("beta_1", "beta_2", "server_momentum") else math.inf
+        if not 0 <= value < below or (key == "tau" and value == 0):
+            raise ConfigError(f"strategy_options.{key}: expected a number from 0 to below {below}, got {value}")
 
 
 def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from fedcomp.errors import FedcompError
 from fedcomp.monitor import TensorStats
-from fedcomp_clients import CompressMod, MemoryStore
+from fedcomp_clients import CompressMod, MemoryModelCache, MemoryStore
 from fedcomp_simulations import models
 from fedcomp_simulations.apps import RoundOutcome, client_app, server_app
 from fedcomp_simulations.experiment import Experiment, Method
@@ -99,7 +99,7 @@ def run_one(
         )
 
     stats: list[TensorStats] = []
-    mod = CompressMod(store=MemoryStore(), monitor=stats.append if monitor else None)
+    mod = CompressMod(MemoryStore(), stats.append if monitor else None, MemoryModelCache())
     started = time.perf_counter()
     with _one_thread(), _collected_warnings() as warnings:
         run_in_process(
