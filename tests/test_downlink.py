@@ -102,9 +102,14 @@ def test_a_whole_model_comes_back_whatever_its_dtypes_and_shapes(
     assert unpack_model(pack_model(arrays)).keys() == arrays.keys()
 
 
-def test_the_example_of_the_format_document() -> None:
-    data = Package.of({"w": np.array([1, -2], np.float32)}, keep=True).to_bytes()
-    assert data.hex(" ") in (Path(fedcomp.__file__).parent / "FORMAT.md").read_text()
+def test_the_examples_of_the_format_document() -> None:
+    """They are its golden packages: version 1 is to be written and read like this for ever."""
+    text = (Path(fedcomp.__file__).parent / "FORMAT.md").read_text()
+    whole = Package.of({"w": np.array([1, -2], np.float32)}, keep=True)
+    links = (Link(bytes(range(8, 16)), b"frame"), Link(bytes(range(16, 24)), b"frame2"))
+    for package in (whole, Package(bytes(range(8)), None, links, b"p", keep=True)):
+        assert package.to_bytes().hex(" ") in text
+        assert Package.from_bytes(package.to_bytes()) == package
 
 
 def test_the_digest_names_names_order_shapes_dtypes_and_values() -> None:
@@ -286,7 +291,6 @@ def test_what_no_package_can_hold_is_refused_when_it_is_made() -> None:
         ({"w" * 1001: value}, "at most 1000 bytes, got 1001"),
         ({"\ud800": value}, "UTF-8"),
         ({"c": value.astype(np.complex64)}, "dtype complex64 is not supported"),
-        ({"w": value.reshape((1,) * 33)}, "at most 32 dimensions, got 33"),
         (dict.fromkeys(map(str, range(MAX_TENSORS + 1)), value), "at most 65536 tensors can be sent, got 65537"),
     ):
         with pytest.raises(LayoutError, match=match):
@@ -568,6 +572,9 @@ def test_a_node_that_keeps_failing_with_chains_gets_whole_models(caplog: pytest.
         down.publish(published, number)
         chains.append(Package.from_bytes(down.package(1)).model is None)
         down.forget(1) if chains[-1] and number != 4 else down.confirm(1)
+        if number in (3, 6, 8):  # the same model once more, which any machine can open
+            assert len(down.package(1)) == HEADER.size
+            down.confirm(1)
     assert chains == [False, True, False, True] + [True, False, True, False, True] + [False] * 3
     assert "node 1 failed with 3 chains in a row" in caplog.text
 

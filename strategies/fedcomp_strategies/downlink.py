@@ -38,7 +38,7 @@ class Downlink:
     shorter than the whole model; all others get the whole model. A reply that is lost costs nothing: the chain can be
     entered at any link, so it also serves a client that is further than the server knows.
 
-    A node that fails with three chains in a row, because its disk is full or its machine computes differently, gets
+    A node that fails with three chains in a row, because it loses its models or its machine computes differently, gets
     whole models from then on.
 
     Args:
@@ -63,7 +63,7 @@ class Downlink:
         self._version = 0
         self._links: deque[tuple[Link, int]] = deque()  # the last one leads to the current version; and their bytes
         self._most = 0  # bytes of a packed model
-        self._sent: dict[int, tuple[int, bool]] = {}  # by node: version, and whether as a chain
+        self._sent: dict[int, tuple[int, int | None]] = {}  # by node: version, and links if it was a chain
         self._held: dict[int, int] = {}
         self._failed: Counter[int] = Counter()  # chains in a row
         self._packages: dict[tuple[int | None, bytes | None], bytes] = {}
@@ -149,7 +149,7 @@ class Downlink:
         """
         digest, held = self.digest, self._held.get(node)
         if self.plan is not None:
-            self._sent[node] = self._version, held is not None
+            self._sent[node] = self._version, None if held is None else self._version - held
         if (held, predictor) not in self._packages:
             self._packages[held, predictor] = self._pack(digest, held, predictor).to_bytes()
         return self._packages[held, predictor]
@@ -165,17 +165,17 @@ class Downlink:
 
     def confirm(self, node: int) -> None:
         """The node has answered its last package and kept the model: chains for it start there."""
-        version, chained = self._sent.get(node, (None, False))
-        if chained:
+        version, links = self._sent.get(node, (None, None))
+        if links:  # a chain without any says nothing of how the node computes
             del self._failed[node]
         if version is not None and self._failed[node] < _TRIES:
             self._held[node] = version
 
     def forget(self, node: int) -> None:
         """The node has lost its model, or could not read the package: it gets the whole model next."""
-        _, chained = self._sent.pop(node, (None, False))
+        _, links = self._sent.pop(node, (None, None))
         self._held.pop(node, None)
-        if chained:
+        if links is not None:
             self._failed[node] += 1
             if self._failed[node] == _TRIES:
                 log.warning("node %d failed with %d chains in a row: it gets whole models from now on", node, _TRIES)
