@@ -49,10 +49,11 @@ from fedcomp.schedule import Schedule
 __version__ = "0.1.0"
 
 __all__ = [
-    "DGC", "E8", "ECSQ", "EDEN", "EF21", "QSGD", "STC", "BlockTopK", "CAFe", "Codebook", "Codec", "CompressedUpdate", "ConfigError",
-    "CountSketch", "ErrorFeedback", "FedcompError", "Feedback", "FetchSGD", "FrameError", "Identity", "Layout", "LayoutError", "LloydMax",
-    "LogQuantizer", "LowRank", "Memory", "Monitor", "NoFeedback", "NoisySign", "NonFiniteError", "Plan", "PowerSGD", "RandomK", "ResidualVQ",
-    "Rule", "Schedule", "Sign", "Tensor", "TensorTrain", "TernGrad", "Threshold", "TopK", "Trellis", "Uniform",
-    "VectorQuantizer", "as_feedback", "bits_per_parameter", "compress", "cosine", "decompress", "from_config", "generator", "nmse",
+    "DGC", "E8", "ECSQ", "EDEN", "EF21", "QSGD", "STC", "BlockTopK", "CAFe", "Codebook", "Codec",
+    "CompressedUpdate", "ConfigError", "CountSketch", "ErrorFeedback", "FedcompError", "Feedback", "FetchSGD",
+    "FrameError", "Identity", "Layout", "LayoutError", "LloydMax", "LogQuantizer", "LowRank", "Memory", "Monitor",
+    "NoFeedback", "NoisySign", "NonFiniteError", "Plan", "PowerSGD", "RandomK", "ResidualVQ", "Rule", "Schedule",
+    "Sign", "Tensor", "TensorTrain", "TernGrad", "Threshold", "TopK", "Trellis", "Uniform", "VectorQuantizer",
+    "as_feedback", "bits_per_parameter", "compress", "cosine", "decompress", "from_config", "generator", "nmse",
     "parse_codec", "register", "registered", "to_config",
 ]  # fmt: skip

@@ -21,11 +21,11 @@ MODEL_STYPE = "fedcomp.model.v1"
 """Serialization type of the array that carries the packed global model to a client."""
 
 ACK = "fedcomp-ack"
-"""Key of the acknowledgement: the last round in which the server used an upload of this node; 0: none so far. The server
-leaves it out for nodes that it does not know."""
+"""Key of the acknowledgement: the last round in which the server used an upload of this node. It is left out for nodes of
+which the server has used none."""
 
 ACKS = "fedcomp-acks"
-"""For nodes that the server does not know: [number, round, ...] of clients that are gone and may be back as this one."""
+"""For nodes without one: [number, round, ...] of clients that are gone and may be back as this node."""
 
 _VERSION = 1
 _KEYS = {"v", "plan", "feedback", "round", "seed", "session"}
@@ -74,4 +74,6 @@ class Request:
             )
         if told.keys() != _KEYS:
             raise ConfigError(f"request: expected the keys {sorted(_KEYS)}, got {sorted(told)}")
-        return cls(Plan.from_config(told["plan"]), told["round"], as_feedback(told["feedback"]), told["seed"], told["session"])
+        return cls(
+            Plan.from_config(told["plan"]), told["round"], as_feedback(told["feedback"]), told["seed"], told["session"]
+        )

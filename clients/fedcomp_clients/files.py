@@ -1,7 +1,7 @@
 """Files that a client keeps between rounds: where they are, how many there may be, and how they are replaced.
 
-They lie at ``<directory>/<training>/<name>`` and are there whole or not at all. Trainings that nobody has touched for 30
-days, and what a killed process left half written, are removed on the way.
+They lie at ``<directory>/<training>/<name>`` and are there whole or not at all. Trainings that nobody has touched for
+30 days, and what a killed process left half written, are removed on the way.
 """
 
 import contextlib

@@ -30,7 +30,7 @@ class CompressMod:
     Args:
         store: where feedback keeps what it must remember; None: files, see FileStore.
         monitor: called with statistics of each tensor's update and what its frame makes of it; costs one decoding.
-        models: where the last model is kept that the server's next differences apply to; None: files, see FileModelCache.
+        models: where the model is kept that the server's next differences apply to; None: files, see FileModelCache.
     """
 
     def __init__(

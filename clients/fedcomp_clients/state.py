@@ -1,7 +1,7 @@
 """Where a client keeps what feedback remembers between rounds: for each training and node, on this machine only.
 
-A memory is kept under the round of the upload that it belongs to, and none is ever changed. The server's acknowledgement
-names the round that counts; all others are discarded. So there is nothing to commit, and nothing that a killed process
+A memory is kept under the round of the upload that it belongs to, and none is ever changed. The server's
+acknowledgement names the round that counts; all others are discarded. So there is nothing to commit, and nothing that a killed process
 could leave half committed: an upload that the server never used is as if it had never been made.
 
 Not in Flower's ``Context.state``: a SuperNode ships all of that into and out of a fresh process for every message, and
@@ -27,7 +27,7 @@ class StateStore(Protocol):
     """Keeps memories by training (a run and a session of its server), node and round; names are safe as file names."""
 
     def load(self, training: str, node: str, round: int, layout: Layout) -> Memory | None:
-        """The memory made with the upload of this round for a model of this layout; None if it is not there, or damaged."""
+        """The memory made with the upload of this round, for a model of this layout; None if it is missing or damaged."""
 
     def save(self, training: str, node: str, memory: Memory, layout: Layout, *, exact: bool = False) -> str:
         """Keep a memory beside the others. Returns where it is. Raises FedcompError if it cannot, the others intact.
@@ -69,8 +69,8 @@ class FileStore:
         directory: None: ``$FEDCOMP_STATE_DIR``, else ``$FLWR_HOME/fedcomp``, else ``~/.flwr/fedcomp``, looked up when
             used, so that the store can be made at import time and pickled.
         precision: of the stored values: "float16", "int8" (a quarter of float32's size, for large models) or "float32".
-        max_bytes: most bytes in the directory; None: ``$FEDCOMP_STATE_BYTES``, else 4 GiB. Files of other trainings make
-            room, the oldest first; a memory that still finds none is an error.
+        max_bytes: most bytes in the directory; None: ``$FEDCOMP_STATE_BYTES``, else 4 GiB. Files of other trainings
+            make room, the oldest first; a memory that still finds none is an error.
     """
 
     def __init__(

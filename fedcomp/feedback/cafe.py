@@ -2,8 +2,8 @@
 
     client: q_i = C(x_i - beta p);   server: step = beta p + weighted mean of q_i,   the next p is that step
 
-Clients keep nothing. Both sides use the predictor as it was sent: the server codes it and decodes its own bytes. What the
-codec never picks up is applied again and again, shrunk by beta each time: CAFe carries momentum with a horizon of up to
+Clients keep nothing. Both sides use the predictor as it was sent: the server codes it and decodes its own bytes. What
+the codec never picks up is applied again and again, shrunk by beta each time: CAFe carries momentum with a horizon of up to
 1 / (1 - beta) rounds, so its honest twin is FedAvgM on float32. At beta = 1 it is an integrator: it walked off on a
 convolutional and on a recurrent network, and is refused unless forced.
 """
@@ -31,7 +31,7 @@ class CAFe(Feedback):
     """The last mean update as predictor, for clients without state that the server can tell it to.
 
     Args:
-        beta: how much of the predictor counts. Larger: longer memory, nearer to the edge; 0.8 to 0.9 held up everywhere.
+        beta: how much of the predictor counts. Larger: longer memory, nearer to divergence; 0.8 to 0.9 held up.
         codec: how the predictor travels to the clients; its bytes count in the downlink.
         force: allow beta = 1.
     """
@@ -48,8 +48,8 @@ class CAFe(Feedback):
         _validate.instance(kind=Codec, codec=self.codec)
         if self.beta > 0.95 and not self.force:
             raise ConfigError(
-                f"feedback 'cafe': beta={self.beta} is beyond 0.95, where training diverges on convolutional and recurrent "
-                "networks; use 0.8 to 0.9, or force=True"
+                f"feedback 'cafe': beta={self.beta} is beyond 0.95, where training diverges on convolutional and "
+                "recurrent networks; use 0.8 to 0.9, or force=True"
             )
 
     def encode(

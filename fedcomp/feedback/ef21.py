@@ -4,9 +4,9 @@
 
 (Richtarik, Sokolov & Fatkhullin, NeurIPS 2021, arXiv 2106.05203; with partial participation arXiv 2110.03294.)
 
-The server's step holds the estimates of all clients seen so far, also of those that did not take part in this round. The
-scheme needs updates that change little from round to round, as full gradients do; for updates of several noisy local
-steps plain error feedback is better. It is here for comparison.
+The server's step holds the estimates of all clients seen so far, also of those that did not take part in this round.
+The scheme needs updates that change little from round to round, as full gradients do; for updates of several noisy
+local steps plain error feedback is better. It is here for comparison.
 """
 
 from collections.abc import Mapping

@@ -3,8 +3,8 @@
     p = x + e,   send C(p),   e' = p - C(p)          (EF14: Seide et al., Interspeech 2014;
                                                       Fed-EF: Li & Li, ICML 2023, arXiv 2211.14292)
 
-The memory e is the *residual*. With clients that take part rarely it settles at several times an update (4 to 8 times at
-.1 to .01 bits per parameter and one round in ten) and still helps; shrinking it with age loses most of the gain.
+The memory e is the *residual*. With clients that take part rarely it settles at several times an update (4 to 8 times
+at .1 to .01 bits per parameter and one round in ten) and still helps; shrinking it with age loses most of the gain.
 """
 
 import math

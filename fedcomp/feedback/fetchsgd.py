@@ -2,9 +2,9 @@
 
     S_u = rho S_u + mean of S(x_i);   S_e = S_e + eta S_u;   step = top-k(U(S_e));   S_e = S_e - S(step)
 
-(Rothchild et al., ICML 2020, arXiv 2007.07682; x_i are updates, so the step is added.) Sketches are linear, so their mean
-is the sketch of the mean: clients keep nothing and secure aggregation is possible. The table must be larger than the
-number of values that stand out, and only those are ever recovered.
+(Rothchild et al., ICML 2020, arXiv 2007.07682; x_i are updates, so the step is added.) Sketches are linear, so their
+mean is the sketch of the mean: clients keep nothing and secure aggregation is possible. The table must be larger than
+the number of values that stand out, and only those are ever recovered.
 """
 
 from dataclasses import dataclass

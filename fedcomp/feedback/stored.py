@@ -2,8 +2,8 @@
 
     2 bytes magic, version, number of slots; for each slot: name, exponent (int16), frame; CRC-32 of all before
 
-Names and frames stand behind their lengths. A slot's values times 2^-exponent are one frame of this model (FORMAT.md), so
-that a file of another model, or a damaged one, is refused.
+Names and frames stand behind their lengths. A slot's values times 2^-exponent are one frame of this model (FORMAT.md),
+so that a file of another model, or a damaged one, is refused.
 """
 
 import struct
@@ -27,7 +27,7 @@ PRECISIONS: dict[str, Codec] = {
     "float16": Identity("float16"),
     "int8": Uniform(8, block=64, fast=True),
 }
-"""How memory may be stored. float16 keeps 11 bits of each value down to 2^-38 of the largest, int8 seven of a block's."""
+"""How memory may be stored: float16 keeps 11 bits of values down to 2^-28 of the largest, int8 seven of a block's peak."""
 
 _MAGIC = b"\xfc\x9f"
 _VERSION = 1
@@ -36,8 +36,11 @@ _PEAK = 15  # largest values go to [2^14, 2^15): the top of float16's range
 
 
 def memory_layout(layout: Layout) -> Layout:
-    """The tensors of a model of which anything can be remembered, as float32."""
-    return Layout(tuple(Tensor(t.name, t.shape) for t in layout.tensors if t.is_float))
+    """The tensors of a model as float32.
+
+    Those of which nothing is remembered are there too, as dtypes change (FedAvg hands out int64 counters as float64).
+    """
+    return Layout(tuple(Tensor(t.name, t.shape) for t in layout.tensors))
 
 
 def pack_memory(memory: Memory, layout: Layout, precision: str = "float16") -> bytes:
@@ -46,7 +49,9 @@ def pack_memory(memory: Memory, layout: Layout, precision: str = "float16") -> b
     out = _MAGIC + bytes([_VERSION, len(memory.slots)])
     for slot in memory.slots:
         values, exponent = _normalised(memory.flat(slot, layout))
-        parts = [bucket.codec.encode(values, bucket.layout, np.random.default_rng(0)) for bucket in plan.buckets(layout)]
+        parts = [
+            bucket.codec.encode(values, bucket.layout, np.random.default_rng(0)) for bucket in plan.buckets(layout)
+        ]
         frame = wire.pack(wire.Contents(plan, layout, memory.round, parts, {}), layout)
         out += sized(slot.encode()) + _EXPONENT.pack(exponent) + sized(frame)
     return out + struct.pack("<I", zlib.crc32(out))

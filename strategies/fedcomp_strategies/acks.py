@@ -8,9 +8,9 @@ MOST_ORPHANS = 64
 class Acknowledgements:
     """The last round in which an upload of each node was handed to the inner strategy.
 
-    A SuperNode without a registered key gets another node id when it restarts. Clients therefore introduce themselves by
-    a number of their own (their partition), and nodes that the server does not know are told the rounds of those numbers
-    whose nodes are gone: one of them may be theirs.
+    A SuperNode without a registered key gets another node id when it restarts. Clients therefore introduce themselves
+    by a number of their own (their partition), and nodes that the server does not know are told the rounds of those
+    numbers whose nodes are gone: one of them may be theirs.
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,6 @@ from fedcomp import (
 from fedcomp.compressor import apply
 from fedcomp.layout import Layout, check_finite, check_same_tensors, is_float_dtype
 from fedcomp.monitor import Monitor, Sink
-from fedcomp.plan import as_plan
 from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, Request
 from fedcomp.schedule import Schedule, as_schedule
 from fedcomp_strategies.acks import Acknowledgements
@@ -159,7 +158,7 @@ class Compressed(Strategy):
         self._schedule = as_schedule(uplink)
         self._learnt: dict[Plan, Plan] = {}
         self._feedback = ServerFeedback(as_feedback(feedback), seed)
-        self._downlink = None if downlink == "plain" else Downlink(None if downlink == "pack" else as_plan(downlink), seed)
+        self._downlink = None if downlink == "plain" else Downlink(None if downlink == "pack" else downlink, seed)
         self._request = Request(self._schedule.plan(1), 0, self._feedback.feedback, seed, _new_session())
         self._acks = Acknowledgements()
         self._aware: set[int] = set()
@@ -174,12 +173,13 @@ class Compressed(Strategy):
         if self._feedback.needs_mean and not averages(strategy):
             raise ConfigError(
                 f"feedback {feedback.name!r} computes with the mean of all updates, which "
-                f"{type(strategy).__name__} does not take; use a strategy that averages, such as FedAvg, or feedback='ef'"
+                f"{type(strategy).__name__} does not take; use one that averages, such as FedAvg, or feedback='ef'"
             )
         if isinstance(strategy, FedAdam | FedYogi | FedAdagrad) and not isinstance(feedback, NoFeedback):
             log.warning(
                 "feedback %s under %s: adaptive server steps lose accuracy with biased codecs and feedback; "
-                "an unbiased codec such as eden(0.1) without feedback holds up better", feedback, type(strategy).__name__,
+                "an unbiased codec such as eden(0.1) without feedback holds up better",
+                feedback, type(strategy).__name__,
             )  # fmt: skip
         if type(strategy).start is not Strategy.start:
             log.warning("%s has a start() of its own, which the wrapped strategy does not use", type(strategy).__name__)
@@ -309,8 +309,10 @@ class Compressed(Strategy):
         return arrays, self._count_dropped(metrics)
 
     def _takes_mean(self, sent: _Round, replies: list[Reply]) -> bool:
-        """Whether the inner strategy can be given the mean: if it averages, if all replies are about one model of floats,
-        and if no monitor wants to see each of them."""
+        """Whether the inner strategy can be given the mean.
+
+        So it is if it averages, all replies are about one model of floats, and no monitor wants to see each of them.
+        """
         good = [reply.node for reply in replies if not reply.cause]
         models = [sent.sent.get(node) for node in good]
         if not models or models[0] is None or any(model is not models[0] for model in models):
@@ -320,15 +322,16 @@ class Compressed(Strategy):
     def _average(
         self, server_round: int, replies: list[Reply], sent: _Round, key: str | None
     ) -> tuple[list[Reply], ArrayRecord | None, MetricRecord | None, dict[int, wire.Notes]]:
-        """Hand the inner strategy one reply with the mean. Returns the replies as they came out, and what frames say."""
+        """Hand the inner strategy one reply with the mean. Returns also the replies as they came out, and frames' notes."""
         assert isinstance(self.strategy, FedAvg) and key is not None  # noqa: PT018  (for type checkers)
         base = next(sent.base(reply.node) for reply in replies if not reply.cause)
         tables = isinstance(self._request.feedback, FetchSGD)
         aggregator = Aggregator(base, self._request.plan, round=server_round, device=self.device, tables=tables)
-        opened = [self._collect(reply, aggregator, sent, weight_of(reply.message, key)) for reply in replies]
+        opened = [self._collect(reply, aggregator, sent, key) for reply in replies]
         mean = aggregator.mean()
         notes = {node: contents.notes for node, contents in mean.contents.items()}
-        opened = [r.refused(cause_of(mean.failed[r.node]), mean.failed[r.node]) if r.node in mean.failed else r for r in opened]
+        failed = mean.failed
+        opened = [r.refused(cause_of(failed[r.node]), failed[r.node]) if r.node in failed else r for r in opened]
         if not self._any_weight(server_round, opened, key):
             return opened, None, None, {}
         good = [reply.message for reply in opened if not reply.cause]
@@ -338,10 +341,11 @@ class Compressed(Strategy):
         arrays, _ = self.strategy.aggregate_train(server_round, [averaged_reply(good, model, key), *_errors(opened)])
         return opened, arrays, averaged_metrics(self.strategy, good), notes
 
-    def _collect(self, reply: Reply, aggregator: Aggregator, sent: _Round, weight: float) -> Reply:
+    def _collect(self, reply: Reply, aggregator: Aggregator, sent: _Round, key: str) -> Reply:
         """Give a reply to the aggregator, which tells later whether it was any good."""
         if reply.cause:
             return reply
+        weight = weight_of(reply.message, key)
         try:
             if reply.array is not None:
                 if (seen := wire.peek(reply.frame())) is not None:
@@ -429,8 +433,7 @@ class Compressed(Strategy):
         """The inner strategy's evaluation, without replies that are inconsistent or have an impossible weight."""
         sent, self._round = self._round or _Round(ArrayRecord()), None
         key = weight_key(self.strategy)
-        failed = [replace(reply, cause="error") if reply.message.has_error() else reply for reply in map(Reply, replies)]
-        checked = consistent([check_weight(reply, key) for reply in failed])
+        checked = consistent([check_weight(Reply(m, "error" if m.has_error() else ""), key) for m in replies])
         self._confirm(checked, sent)
         return self.strategy.aggregate_evaluate(server_round, [reply.message for reply in checked])
 
@@ -492,10 +495,10 @@ class Compressed(Strategy):
         old, new = _numpy(before), _numpy(arrays)
         with np.errstate(over="ignore", invalid="ignore"):
             update = {n: (new[n] - old[n]).astype(np.float32) for n in old if new[n].dtype.kind == "f"}
-        if not all(np.isfinite(u).all() for u in update.values()):
-            update = {}
-        self._feedback.learn({t.name: update[t.name] for b in plan.buckets(Layout.of(old)) for t in b.layout.tensors} if update else None, new, round_)
-        if adapts and update:
+        finite = all(np.isfinite(u).all() for u in update.values())
+        coded = [tensor.name for bucket in plan.buckets(Layout.of(old)) for tensor in bucket.layout.tensors]
+        self._feedback.learn({name: update[name] for name in coded} if finite else None, new, round_)
+        if adapts and finite:
             rng = generator(self._request.seed, round_, SERVER)
             layout = Layout.of({n: new[n] for n in update})
             self._learnt[self._schedule.plan(round_)] = plan.adapt(update, layout, rng)

@@ -70,11 +70,9 @@ class ServerFeedback:
         return isinstance(self._given, CAFe)
 
     def shifted(self, base: Arrays) -> Arrays:
-        """The base plus what clients took off their updates. Raises FrameError if they were told of nothing to take off."""
-        predictor = self._known()
-        return {
-            name: values + self._beta * predictor[name] if name in predictor else values for name, values in base.items()
-        }
+        """The base plus what clients took off their updates. Raises FrameError if they were not told of anything."""
+        taken = {name: self._beta * values for name, values in self._known().items()}
+        return {name: values + taken[name] if name in taken else values for name, values in base.items()}
 
     def check(self, notes: wire.Notes) -> None:
         """Raise FrameError for a frame that is a difference to a predictor that was not sent."""
@@ -154,7 +152,7 @@ class ServerFeedback:
         if isinstance(self.feedback, CAFe) and bits < LEAST_BITS and not self._warned:
             self._warned = True
             log.warning(
-                "uploads of %.3g bits per parameter are below %g: feedback cafe does harm there; use ef or a larger budget",
+                "uploads of %.3g bits per parameter are below %g: feedback cafe does harm there; use ef or larger uploads",
                 bits, LEAST_BITS,
             )  # fmt: skip
 

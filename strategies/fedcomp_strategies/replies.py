@@ -86,7 +86,7 @@ def _checked(reply: Reply, round: int, key: str | None) -> Reply:
     if reply.message.has_error():
         reason = reply.message.error.reason
         said = {"StaleModelError": "stale", "NonFiniteError": "non-finite"}
-        return replace(reply, cause=next((cause for name, cause in said.items() if name in reason), "error"))
+        return replace(reply, cause=next((cause for name, cause in said.items() if name in str(reason)), "error"))
     array = reply.array
     seen = wire.peek(array.data) if array is not None and array.stype == STYPE else None
     if seen is not None and seen[0] != round:
