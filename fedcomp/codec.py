@@ -17,13 +17,13 @@ from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp import terms as term_sums
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Index, Sum, Term
 
 Parts = dict[str, NDArray[Any]]
-Sum = NDArray[np.float32] | NDArray[np.float64]
 Config: TypeAlias = Mapping[str, Any]
-Index: TypeAlias = slice | NDArray[np.int64]
 
 
 # --- what a codec may put into a frame -------------------------------------------------------------------------------
@@ -142,8 +142,8 @@ class Codec(ABC):
         """Specifications of the parts in the order of the frame, with the bounds that decoding relies on."""
 
     @abstractmethod
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
-        """The decoded vector piece by piece: (where, values). Places that no piece names are zero, none comes twice."""
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
+        """The decoded vector as terms of a sum. Places that no term names are zero, none is named twice."""
 
     @property
     def gentle(self) -> "Codec | None":
@@ -165,6 +165,11 @@ class Codec(ABC):
         layout.check_finite(x)
         return self._encode(x, layout, rng)
 
+    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+        """The decoded vector piece by piece: (where, values), as of `terms`."""
+        for term in self.terms(parts, layout):
+            yield from term.pieces()
+
     def decode(self, parts: Parts, layout: Layout) -> Vector:
         """The float32 vector of shape (layout.size,) that the parts stand for. Expects parts that fit the schema."""
         out = np.zeros(layout.size, np.float32)
@@ -173,10 +178,11 @@ class Codec(ABC):
         return out
 
     def accumulate(self, parts: Parts, layout: Layout, out: Sum, weight: float) -> None:
-        """Add weight * decode(parts) to `out` (layout.size,) in place, without building the decoded vector."""
-        for where, values in self.pieces(parts, layout):
-            wide: NDArray[Any] = values.astype(out.dtype, copy=False)
-            out[where] += wide * out.dtype.type(weight)
+        """Add weight * decode(parts) to `out` (layout.size,) in place, without building the decoded vector.
+
+        Sums in float32 may compute evenly spaced levels instead of looking them up: equal up to rounding.
+        """
+        term_sums.add(self.terms(parts, layout), out, weight)
 
     def __str__(self) -> str:
         """Text that parse_codec reads, with the fields that differ from their defaults."""

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate
 from fedcomp.blocks import block_count, spans
-from fedcomp.codec import Codec, Index, Parts, Positions, Schema, nested, put_below, register, take_below
+from fedcomp.codec import Codec, Parts, Positions, Schema, nested, put_below, register, take_below
 from fedcomp.codecs.identity import FLOAT32
 from fedcomp.codecs.topk import largest
 from fedcomp.codecs.uniform import FOUR_BITS
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Term, scatter
 
 
 @register
@@ -82,10 +83,9 @@ class BlockTopK(Codec):
         kept = int((starts[blocks + 1] - starts[blocks]).sum())
         yield from nested("values", self.values.schema(Layout.vector(kept)))
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         members = _members(layout, self.block, parts["blocks"])
-        for where, values in self.values.pieces(take_below("values", parts), Layout.vector(members.size)):
-            yield members[where], values
+        yield from scatter(self.values.terms(take_below("values", parts), Layout.vector(members.size)), members)
 
 
 @lru_cache(maxsize=32)

@@ -28,7 +28,6 @@ from fedcomp.codec import (
     ContractiveCodec,
     Count,
     Floats,
-    Index,
     Parts,
     PartSpec,
     Schema,
@@ -39,6 +38,7 @@ from fedcomp.codec import (
 from fedcomp.codecs.uniform import FOUR_BITS
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Term, Values
 
 Points = NDArray[np.signedinteger[Any]]
 """Lattice points times two (groups, 8): integers, all even or all odd, of a sum divisible by four."""
@@ -144,7 +144,7 @@ class E8(ContractiveCodec):
         yield Floats("gain", _LENGTHS - 1, "float16", low=0.0, high=2.0)
         yield from _read(-(-layout.size // 8))
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         points = _drive(_read(-(-layout.size // 8)), parts)
         scale = np.append(0, parts["gain"]).astype(np.float32) / 2
         for start in range(0, layout.size, CHUNK):
@@ -153,7 +153,7 @@ class E8(ContractiveCodec):
                 values = (rows.astype(np.float32) * scale[_length(rows)][:, None]).ravel()[
                     : layout.size - start
                 ] * parts["step"]
-            yield slice(start, min(start + CHUNK, layout.size)), np.clip(values, -_MAX, _MAX)
+            yield Values(slice(start, min(start + CHUNK, layout.size)), np.clip(values, -_MAX, _MAX))
 
 
 # --- the lattice -----------------------------------------------------------------------------------------------------

@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate
 from fedcomp.blocks import CHUNK, root_mean_square
-from fedcomp.codec import Codec, Count, Floats, Index, Parts, Schema, Symbols, matrix_shapes, register, symbol_dtype
+from fedcomp.codec import Codec, Count, Floats, Parts, Schema, Symbols, matrix_shapes, register, symbol_dtype
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Levels, Term
 
 TOP = 32767
 """Largest |q|: 65535 symbols."""
@@ -112,16 +113,14 @@ class ECSQ(Codec):
             yield Symbols("offsets", min(top, _CLASSES), 256)
         yield Symbols("q", layout.size, 2 * top + 1, matrix_shapes(layout))
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         top = int(parts["top"])
         levels = np.arange(1, top + 1, dtype=np.float64)
         if "offsets" in parts:
             levels += read_offsets(parts["offsets"])[np.minimum(levels.astype(np.int64), _CLASSES) - 1]
         levels = np.minimum(levels * float(parts["step"][0]), MAX)
         every = np.concatenate([-levels[::-1], [0], levels]).astype(np.float32)
-        for start in range(0, layout.size, CHUNK):
-            where = slice(start, min(start + CHUNK, layout.size))
-            yield where, every[parts["q"][where]]
+        yield Levels(slice(0, layout.size), parts["q"], every)
 
 
 def check_step_or_bits(name: str, step: float, bits: float) -> None:

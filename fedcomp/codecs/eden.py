@@ -25,9 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import _validate, seeded
-from fedcomp.codec import Codec, Count, Floats, Index, Parts, Schema, Symbols, register
+from fedcomp.codec import Codec, Count, Floats, Parts, Schema, Symbols, register
 from fedcomp.codecs import hadamard, normal
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Term, Values
 
 _MAX = np.finfo(np.float32).max
 _TINY = float(np.finfo(np.float32).tiny)
@@ -126,7 +127,7 @@ class EDEN(Codec):
         yield Symbols("coarse", sum(piece.n for piece in pieces) - fine, 1 << self._low)  # no bits, no bytes
         yield Symbols("fine", fine, 2 << self._low)
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         source = seeded.philox(int(parts["seed"]))
         at = {"coarse": 0, "fine": 0}
         for piece, scale in zip(self._split(layout.size), parts["scale"], strict=True):
@@ -139,7 +140,7 @@ class EDEN(Codec):
             values = rotation.backward(c)[: piece.where.stop - piece.where.start]
             with np.errstate(over="ignore"):  # of values near float32's limit, clipped at once
                 values *= scale
-            yield piece.where, np.clip(values, -_MAX, _MAX, out=values)
+            yield Values(piece.where, np.clip(values, -_MAX, _MAX, out=values))
 
     def _rotation(self, source: np.random.Philox, n: int) -> "_Rotation":
         signs = [seeded.flips(source, n) for _ in range(self.rounds)]

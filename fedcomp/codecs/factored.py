@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import _validate
-from fedcomp.codec import Codec, ContractiveCodec, Index, Parts, Schema, Symbols, nested, put_below, take_below
+from fedcomp.codec import Codec, ContractiveCodec, Parts, Schema, Symbols, nested, put_below, take_below
 from fedcomp.layout import Layout, Tensor, Vector
+from fedcomp.terms import Product, Term, Values
 
 MAX_RANK = 64
-_MAX = float(np.finfo(np.float32).max)
 
 Shape = tuple[int, ...]
 Factor = NDArray[np.float32]
@@ -42,8 +42,8 @@ class Factored(ContractiveCodec):
         """Finite factors of each tensor that has some, in the order of the layout."""
 
     @abstractmethod
-    def _join(self, factors: tuple[Factor, ...], tensor: Tensor) -> Vector:
-        """The tensor that any finite factors stand for, finite, as a vector."""
+    def _join(self, factors: tuple[Factor, ...], tensor: Tensor, where: slice) -> Product | Values:
+        """The tensor that any finite factors stand for, finite, as one term at the given place."""
 
     @property
     def gentle(self) -> Codec | None:
@@ -58,7 +58,8 @@ class Factored(ContractiveCodec):
         parts = self.factors._encode(np.concatenate(sent), self._inner(layout), rng)
         kept = [
             _square(x[where] - values.astype(np.float64)) <= _square(x[where])
-            for where, values in self._decoded(parts, layout)
+            for term in self._decoded(parts, layout)
+            for where, values in term.pieces()
         ]
         return {"kept": np.array(kept, np.uint8), **put_below("factors", parts)}
 
@@ -66,19 +67,19 @@ class Factored(ContractiveCodec):
         yield Symbols("kept", sum(t.size > 0 for t in layout.tensors), 2)
         yield from nested("factors", self.factors.schema(self._inner(layout)))
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         decoded = self._decoded(take_below("factors", parts), layout)
-        for (where, values), kept in zip(decoded, parts["kept"].tolist(), strict=True):
+        for term, kept in zip(decoded, parts["kept"].tolist(), strict=True):
             if kept:
-                yield where, values
+                yield term
 
     def _inner(self, layout: Layout) -> Layout:
         """Layout of the vector of all factors; names are never sent."""
         shapes = [shape for tensor in layout.tensors for shape in self.shapes(tensor) or (tensor.shape,)]
         return Layout(tuple(Tensor(str(index), shape) for index, shape in enumerate(shapes)))
 
-    def _decoded(self, parts: Parts, layout: Layout) -> Iterator[tuple[slice, Vector]]:
-        """Each tensor that has elements, from the parts of the inner codec, flags not considered."""
+    def _decoded(self, parts: Parts, layout: Layout) -> Iterator[Product | Values]:
+        """One term for each tensor that has elements, from the parts of the inner codec, flags not considered."""
         flat = self.factors.decode(parts, self._inner(layout))
         start = 0
         for tensor, where in layout.slices():
@@ -88,17 +89,11 @@ class Factored(ContractiveCodec):
             if tensor.size == 0:
                 continue
             factors = tuple(flat[a:b].reshape(shape) for (a, b), shape in zip(pairwise(edges), shapes, strict=True))
-            yield where, self._join(factors, tensor) if self.shapes(tensor) else factors[0].reshape(-1)
+            if self.shapes(tensor):
+                yield self._join(factors, tensor, where)
+            else:
+                yield Values(where, factors[0].reshape(-1))
 
 
 def _square(x: NDArray[np.float64] | Vector) -> float:
     return float(np.square(x, dtype=np.float64).sum())
-
-
-def product(left: Factor, right: Factor) -> NDArray[np.float32]:
-    """left (m, r) times right (r, n), clipped to float32's range."""
-    peaks = [float(np.abs(factor).max(initial=0)) for factor in (left, right)]
-    if peaks[0] * peaks[1] * len(right) < _MAX / 2:
-        return left @ right
-    wide = left.astype(np.float64) @ right.astype(np.float64)
-    return np.clip(wide, -_MAX, _MAX).astype(np.float32)

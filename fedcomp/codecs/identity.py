@@ -7,9 +7,9 @@ from typing import ClassVar
 import numpy as np
 
 from fedcomp import _validate
-from fedcomp.blocks import CHUNK
-from fedcomp.codec import Codec, Floats, Index, Parts, Schema, alias, register
+from fedcomp.codec import Codec, Floats, Parts, Schema, alias, register
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Term, Values
 
 _FLOAT16_MAX = float(np.finfo(np.float16).max)
 
@@ -50,10 +50,8 @@ class Identity(Codec):
     def schema(self, layout: Layout) -> Schema:
         yield Floats("values", layout.size, self.dtype)
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
-        for start in range(0, layout.size, CHUNK):
-            where = slice(start, start + CHUNK)
-            yield where, parts["values"][where]
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
+        yield Values(slice(0, layout.size), parts["values"])
 
 
 FLOAT32 = Identity()

@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate
 from fedcomp.blocks import bfloat16_nearest, block_count, root_mean_squares, spans
-from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Index, Parts, Schema, Symbols, register
+from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Parts, Schema, Symbols, register
 from fedcomp.codecs.vq import Codebook
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Term, scaled
 
 _MAX = np.finfo(np.float32).max
 _ROUNDS = 100
@@ -109,13 +110,9 @@ class LloydMax(ContractiveCodec):
             yield Floats("codebook", size, "float16")
         yield Symbols("q", layout.size, size + 1)
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         levels = np.append(np.float32(0), self.codebook.vectors[1:, 0] if self.codebook else parts["codebook"])
-        for values, blocks in spans(layout, self.block):
-            rows = levels[parts["q"][values]].reshape(blocks.stop - blocks.start, -1)
-            with np.errstate(over="ignore"):  # a level above the value it stands for may pass float32's limit
-                rows = rows * parts["gain"][blocks, None]
-            yield values, np.clip(rows, -_MAX, _MAX).ravel()
+        yield from scaled(parts["q"], levels, parts["gain"], layout, self.block)
 
 
 def _divided(rows: NDArray[np.float32], gain: Vector) -> NDArray[np.float32]:

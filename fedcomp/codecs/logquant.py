@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate
 from fedcomp.blocks import bfloat16_up, block_count, peaks, spans
-from fedcomp.codec import Codec, Floats, Index, Parts, Schema, Symbols, register
+from fedcomp.codec import Codec, Floats, Parts, Schema, Symbols, register
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Term, scaled
 
 
 @register
@@ -101,12 +102,10 @@ class LogQuantizer(Codec):
         yield Floats("high", blocks, "bfloat16" if self.block else "float32", low=0.0)
         yield Symbols("q", layout.size, 2 * self._top + 1)
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         levels = _levels(self._top, self.octaves)
         levels = np.concatenate([-levels[:0:-1], levels])
-        for values, blocks in spans(layout, self.block):
-            rows = parts["q"][values].reshape(blocks.stop - blocks.start, -1)
-            yield values, (levels[rows] * parts["high"][blocks, None]).ravel()
+        yield from scaled(parts["q"], levels, parts["high"], layout, self.block)
 
 
 @lru_cache(maxsize=32)

@@ -9,15 +9,16 @@ to what the sketch misses.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.codec import Codec, register
-from fedcomp.codecs.factored import Factor, Factored, Shape, product
+from fedcomp.codecs.factored import Factor, Factored, Shape
 from fedcomp.codecs.identity import FLOAT32
 from fedcomp.layout import Layout, Tensor, Vector
+from fedcomp.terms import MAX, Product, Values, as_stored
 
 _OVERSAMPLE = 6  # directions that the sketch looks at beyond the rank
 _NOISE = 1e-6  # singular values below this share of the largest are rounding errors of float32
@@ -60,8 +61,9 @@ class LowRank(Factored):
                 left, right = truncated_svd(matrix, shapes[0][1], rng)
                 yield left * root, right * root
 
-    def _join(self, factors: tuple[Factor, ...], tensor: Tensor) -> Vector:
-        return from_matrix(product(*factors), tensor)
+    def _join(self, factors: tuple[Factor, ...], tensor: Tensor, where: slice) -> Product | Values:
+        left, right = factors
+        return product(left, right, tensor, where)
 
 
 def thin_shapes(tensor: Tensor, rank: int) -> tuple[Shape, ...]:
@@ -97,12 +99,27 @@ def to_matrix(x: Vector, tensor: Tensor) -> Matrix:
     return x.reshape(_sides(tensor))
 
 
-def from_matrix(matrix: Matrix, tensor: Tensor) -> Vector:
+def from_matrix(matrix: NDArray[np.floating[Any]], tensor: Tensor) -> NDArray[np.floating[Any]]:
     """Inverse of to_matrix."""
+    return as_stored(matrix, _split(tensor))
+
+
+def _split(tensor: Tensor) -> tuple[int, int, int, int]:
+    """The sides of the matrix as (outputs, height, inputs, width), see Product."""
     if _is_regrouped(tensor):
         outputs, inputs, height, width = tensor.shape
-        matrix = matrix.reshape(outputs, height, inputs, width).transpose(0, 2, 1, 3)
-    return matrix.reshape(-1)
+        return outputs, height, inputs, width
+    m, n = _sides(tensor)
+    return m, 1, n, 1
+
+
+def product(left: Matrix, right: Matrix, tensor: Tensor, where: slice) -> Product | Values:
+    """left (m, r) times right (r, n) as the elements of a tensor, clipped to float32's range."""
+    term = Product(where, left, right, _split(tensor))
+    if term.peak() < MAX / 2:
+        return term
+    wide = left.astype(np.float64) @ right.astype(np.float64)
+    return Values(where, np.clip(from_matrix(wide, tensor), -MAX, MAX).astype(np.float32))
 
 
 def unit_scale(matrix: Matrix) -> tuple[Matrix, np.float32]:

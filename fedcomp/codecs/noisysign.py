@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate
 from fedcomp.blocks import block_count, peaks, root_mean_squares, spans
-from fedcomp.codec import Codec, Floats, Index, Parts, Schema, Symbols, register
+from fedcomp.codec import Codec, Floats, Parts, Schema, Symbols, register
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Term, scaled
 
 _MAX = float(np.finfo(np.float32).max)
 _ETA = {"gaussian": math.sqrt(math.pi / 2), "uniform": 1.0}
@@ -85,7 +86,5 @@ class NoisySign(Codec):
         yield Floats("scale", block_count(layout, 0), low=0.0)
         yield Symbols("sign", layout.size, 2)
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
-        for values, blocks in spans(layout, 0):
-            scale = parts["scale"][blocks.start]
-            yield values, np.array([-scale, scale], np.float32)[parts["sign"][values]]
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
+        yield from scaled(parts["sign"], np.array([-1, 1], np.float32), parts["scale"], layout, 0)

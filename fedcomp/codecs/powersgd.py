@@ -20,11 +20,12 @@ import numpy as np
 
 from fedcomp import _validate
 from fedcomp.codec import Codec, register
-from fedcomp.codecs.factored import Factor, Factored, Shape, product
+from fedcomp.codecs.factored import Factor, Factored, Shape
 from fedcomp.codecs.identity import FLOAT32
-from fedcomp.codecs.lowrank import Matrix, from_matrix, orthonormal, thin_shapes, to_matrix, unit_scale
+from fedcomp.codecs.lowrank import Matrix, orthonormal, product, thin_shapes, to_matrix, unit_scale
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.layout import Layout, Tensor, Vector
+from fedcomp.terms import Product, Values
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,9 @@ class PowerSGD(Factored):
             share[share == 0] = 1
             yield left * (share * root), (right / share * root).T
 
-    def _join(self, factors: tuple[Factor, ...], tensor: Tensor) -> Vector:
-        return from_matrix(product(*factors), tensor)
+    def _join(self, factors: tuple[Factor, ...], tensor: Tensor, where: slice) -> Product | Values:
+        left, right = factors
+        return product(left, right, tensor, where)
 
     def _matrices(self, x: Vector, layout: Layout) -> Iterator[tuple[Matrix, np.float32]]:
         for tensor, where in layout.slices():

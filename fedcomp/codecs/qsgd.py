@@ -15,8 +15,9 @@ import numpy as np
 
 from fedcomp import _validate
 from fedcomp.blocks import bfloat16_up, block_count, spans
-from fedcomp.codec import Codec, Floats, Index, Parts, Schema, Symbols, register
+from fedcomp.codec import Codec, Floats, Parts, Schema, Symbols, register
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Term, scaled
 
 _MAX = float(np.finfo(np.float32).max)
 
@@ -75,11 +76,9 @@ class QSGD(Codec):
         yield Floats("norm", block_count(layout, self.bucket), "bfloat16" if self.bucket else "float32", low=0.0)
         yield Symbols("q", layout.size, 2 * self.levels + 1)
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         share = np.arange(-self.levels, self.levels + 1, dtype=np.float32) / np.float32(self.levels)
-        for values, blocks in spans(layout, self.bucket):
-            rows = parts["q"][values].reshape(blocks.stop - blocks.start, -1)
-            yield values, (share[rows] * parts["norm"][blocks, None]).ravel()
+        yield from scaled(parts["q"], share, parts["norm"], layout, self.bucket, even=True)
 
 
 def _norms(x: Vector, layout: Layout, bucket: int) -> Vector:

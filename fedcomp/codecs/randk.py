@@ -13,10 +13,11 @@ from typing import ClassVar
 import numpy as np
 
 from fedcomp import _validate, seeded
-from fedcomp.codec import Codec, Count, Index, Parts, Schema, nested, put_below, register, take_below
+from fedcomp.codec import Codec, Count, Parts, Schema, nested, put_below, register, take_below
 from fedcomp.codecs.identity import FLOAT32
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Term, Values
 
 _MAX = np.finfo(np.float32).max
 
@@ -79,11 +80,11 @@ class RandomK(Codec):
         yield Count("seed", seeded.SEED_LIMIT)
         yield from nested("values", self.values.schema(Layout.vector(self.kept(layout.size))))
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         k = self.kept(layout.size)
         positions = np.flatnonzero(seeded.subset(seeded.philox(int(parts["seed"])), k, layout.size))
         gain = np.float32(layout.size / k if self.scaled and k else 1)
         for where, values in self.values.pieces(take_below("values", parts), Layout.vector(k)):
             with np.errstate(over="ignore"):  # of values near float32's limit, clipped at once
                 values = values * gain
-            yield positions[where], np.clip(values, -_MAX, _MAX)
+            yield Values(positions[where], np.clip(values, -_MAX, _MAX))

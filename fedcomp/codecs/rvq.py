@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate
 from fedcomp.blocks import block_count
-from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Index, Parts, Schema, Symbols, register
+from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Parts, Schema, Symbols, register
 from fedcomp.codecs.uniform import FOUR_BITS
 from fedcomp.codecs.vq import Codebook, VectorQuantizer, nearest, train, with_zero
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Term, Values
 
 _MAX = np.finfo(np.float32).max
 
@@ -141,15 +142,15 @@ class ResidualVQ(ContractiveCodec):
         for s, size in enumerate(sizes):
             yield Symbols(f"index.{s}", groups, size + 1)
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         if "values" in parts:
-            yield slice(0, layout.size), parts["values"]
+            yield Values(slice(0, layout.size), parts["values"])
             return
         stages = (self._plain.pieces(self._stage(parts, s), layout) for s in range(self.stages))
         for pieces in zip(*stages, strict=True):
             with np.errstate(over="ignore"):  # as in vq: sums may pass the float32 limit where forged, or by a hair
                 values = np.sum([values for _, values in pieces], axis=0)
-            yield pieces[0][0], np.clip(values, -_MAX, _MAX)
+            yield Values(pieces[0][0], np.clip(values, -_MAX, _MAX))
 
     def _stage(self, parts: Parts, s: int) -> Parts:
         """The parts of one stage as those of a vq."""

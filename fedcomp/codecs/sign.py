@@ -17,9 +17,10 @@ import numpy as np
 
 from fedcomp import _validate
 from fedcomp.blocks import block_count, spans
-from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Index, Parts, Positions, Schema, Symbols, register
+from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Parts, Positions, Schema, Symbols, register
 from fedcomp.codecs.uniform import FOUR_BITS
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Term, scaled
 
 
 @register
@@ -71,14 +72,13 @@ class Sign(ContractiveCodec):
         yield Floats("scale", block_count(layout, 0), low=0.0)
         yield Symbols("sign", layout.size - zeros, 2)
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         scale, sign = parts["scale"], parts["sign"]
         zero = parts.get("where", np.zeros(0, np.int64))
         if zero.size:
             sign = np.insert(sign, zero - np.arange(zero.size), 2)
-        for values, blocks in spans(layout, 0):
-            ends = np.array([-scale[blocks.start], scale[blocks.start], 0], np.float32)
-            yield values, ends[sign[values]]
+        ends = np.array([-1, 1, 0][: 3 if zero.size else 2], np.float32)
+        yield from scaled(sign, ends, scale, layout, 0)
 
 
 def _sum(x: Vector) -> float:

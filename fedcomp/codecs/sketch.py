@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate, seeded
 from fedcomp.blocks import CHUNK
-from fedcomp.codec import Codec, Count, Floats, Index, Parts, Schema, register
+from fedcomp.codec import Codec, Count, Floats, Parts, Schema, register
 from fedcomp.codecs.topk import largest
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Term, Values
 
 _LIMITS = {"float32": float(np.finfo(np.float32).max), "float16": float(np.finfo(np.float16).max)}
 _LARGEST = 16
@@ -99,15 +100,15 @@ class CountSketch(Codec):
             yield Count("seed", seeded.SEED_LIMIT)
         yield Floats("table", self.rows * self.width(layout.size), self.dtype)
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         seed = self.seed or int(parts["seed"])
         table = parts["table"].reshape(self.rows, -1)
         found = unsketch(table, layout.size, seed, self.estimate)
         if self.keep == 1:
-            yield slice(0, layout.size), found
+            yield Values(slice(0, layout.size), found)
         elif layout.size:
             kept = largest(found, max(1, round(self.keep * layout.size)))
-            yield kept, found[kept]
+            yield Values(kept, found[kept])
 
 
 def sketch(x: Vector, rows: int, columns: int, seed: int) -> NDArray[np.float64]:

@@ -20,6 +20,7 @@ from fedcomp.codecs.factored import Factor, Factored, Shape
 from fedcomp.codecs.identity import FLOAT32
 from fedcomp.codecs.lowrank import truncated_svd, unit_scale
 from fedcomp.layout import Layout, Tensor, Vector
+from fedcomp.terms import Product, Values
 
 _MAX = float(np.finfo(np.float32).max)
 _MAX_EXPONENT = 900  # of the scale of a decoded tensor: with any cores, values stay within float64
@@ -58,19 +59,19 @@ class TensorTrain(Factored):
             if shapes := self.shapes(tensor):
                 yield _train(x[where], shapes, rng)
 
-    def _join(self, factors: tuple[Factor, ...], tensor: Tensor) -> Vector:
+    def _join(self, factors: tuple[Factor, ...], tensor: Tensor, where: slice) -> Product | Values:
         """Cores are contracted over their peaks, which are multiplied apart: any floats stay within float64."""
         mantissa, exponent = 1.0, 0
         chain = np.ones((1, 1))
         for core in factors:
             peak = float(np.abs(core).max())
             if peak == 0:
-                return np.zeros(tensor.size, np.float32)
+                return Values(where, np.zeros(tensor.size, np.float32))
             mantissa, more = math.frexp(mantissa * peak)
             exponent += more
             chain = (chain @ (core / np.float64(peak)).reshape(len(core), -1)).reshape(-1, core.shape[-1])
         scale = math.ldexp(mantissa, min(exponent, _MAX_EXPONENT))
-        return np.clip(chain.reshape(-1) * scale, -_MAX, _MAX).astype(np.float32)
+        return Values(where, np.clip(chain.reshape(-1) * scale, -_MAX, _MAX).astype(np.float32))
 
 
 @lru_cache(maxsize=256)

@@ -22,10 +22,11 @@ import numpy as np
 
 from fedcomp import _validate
 from fedcomp.blocks import block_count, peaks, root_mean_squares, spans
-from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Index, Parts, Positions, Schema, Symbols, register
+from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Parts, Positions, Schema, Symbols, register
 from fedcomp.codecs.topk import largest
 from fedcomp.codecs.uniform import FOUR_BITS
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Levels, Term, scaled
 
 
 @register
@@ -80,10 +81,8 @@ class TernGrad(Codec):
         yield Floats("scale", block_count(layout, 0), low=0.0)
         yield Symbols("q", layout.size, 3)
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
-        for values, blocks in spans(layout, 0):
-            top = parts["scale"][blocks.start]
-            yield values, np.array([-top, 0, top], np.float32)[parts["q"][values]]
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
+        yield from scaled(parts["q"], np.array([-1, 0, 1], np.float32), parts["scale"], layout, 0, even=True)
 
 
 @register
@@ -137,6 +136,6 @@ class STC(ContractiveCodec):
         yield Floats("scale", 1, low=0.0)
         yield Symbols("sign", kept, 2)
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         scale = parts["scale"][0]
-        yield parts["positions"], np.array([-scale, scale], np.float32)[parts["sign"]]
+        yield Levels(parts["positions"], parts["sign"], np.array([-scale, scale], np.float32))

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate
 from fedcomp.blocks import root_mean_square
-from fedcomp.codec import Codec, Count, Index, Parts, Positions, Schema, nested, put_below, register, take_below
+from fedcomp.codec import Codec, Count, Parts, Positions, Schema, nested, put_below, register, take_below
 from fedcomp.codecs.identity import FLOAT32
 from fedcomp.codecs.uniform import FOUR_BITS
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Term, scatter
 
 _MAX = float(np.finfo(np.float32).max)
 _SMALLEST = np.finfo(np.float32).smallest_subnormal
@@ -75,10 +76,9 @@ class Threshold(Codec):
         yield Positions("positions", count, layout.size)
         yield from nested("values", self.values.schema(Layout.vector(count)))
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         positions = parts["positions"]
-        for where, values in self.values.pieces(take_below("values", parts), Layout.vector(positions.size)):
-            yield positions[where], values
+        yield from scatter(self.values.terms(take_below("values", parts), Layout.vector(positions.size)), positions)
 
 
 def _above(x: Vector, tau: float) -> NDArray[np.int64]:

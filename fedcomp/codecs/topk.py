@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import _validate
-from fedcomp.codec import Codec, Index, Parts, Positions, Schema, nested, put_below, register, take_below
+from fedcomp.codec import Codec, Parts, Positions, Schema, nested, put_below, register, take_below
 from fedcomp.codecs.identity import FLOAT32
 from fedcomp.codecs.uniform import FOUR_BITS
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Term, scatter
 
 _SAMPLE = 4096
 
@@ -95,10 +96,9 @@ class TopK(Codec):
         yield Positions("positions", total, layout.size)
         yield from nested("values", self.values.schema(Layout.vector(total)))
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         positions = parts["positions"]
-        for where, values in self.values.pieces(take_below("values", parts), Layout.vector(positions.size)):
-            yield positions[where], values
+        yield from scatter(self.values.terms(take_below("values", parts), Layout.vector(positions.size)), positions)
 
 
 def largest(x: Vector, k: int) -> NDArray[np.int64]:

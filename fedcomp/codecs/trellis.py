@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.blocks import root_mean_square
-from fedcomp.codec import ContractiveCodec, Count, Floats, Index, Parts, Schema, Symbols, register, symbol_dtype
+from fedcomp.codec import ContractiveCodec, Count, Floats, Parts, Schema, Symbols, register, symbol_dtype
 from fedcomp.codecs.ecsq import (
     MAX,
     TOP,
@@ -37,6 +37,7 @@ from fedcomp.codecs.ecsq import (
     write_offsets,
 )
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Term, Values
 
 NEXT = np.array([[0, 2], [7, 5], [1, 3], [6, 4], [2, 0], [5, 7], [3, 1], [4, 6]], np.uint8)
 """The state after a state and the parity of its index. Both have the same quantizer."""
@@ -164,7 +165,7 @@ class Trellis(ContractiveCodec):
                 odd[here] = (symbols + top) & 1
             state = grid.advance(state, odd)
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         top = int(parts["top"])
         if top == 0:
             return
@@ -181,7 +182,7 @@ class Trellis(ContractiveCodec):
                 odd[here] = (symbols + top) & 1
                 values[here] = levels[number][symbols]
             state = grid.advance(state, odd)
-            yield where, values
+            yield Values(where, values)
 
 
 def _nothing() -> Parts:

@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate
 from fedcomp.blocks import bfloat16_nearest, bfloat16_up, block_count, means, peaks, spans
-from fedcomp.codec import Codec, Floats, Index, Parts, Schema, Symbols, alias, register
+from fedcomp.codec import Codec, Floats, Parts, Schema, Symbols, alias, register
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Levels, Term, Values, scaled, tensors
 
 
 @register
@@ -139,16 +140,19 @@ class Uniform(Codec):
             yield Floats("high", blocks, "bfloat16" if self.block else "float32", low=0.0)
         yield Symbols("q", layout.size, self._size, fast=self.fast)
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         high, q = parts["high"], parts["q"]
         low = parts["low"] if self.affine else None
         levels, rest = _levels(self._size, self.affine)
-        for values, blocks in spans(layout, self.block):
-            rows = q[values].reshape(blocks.stop - blocks.start, -1)
-            out = levels[rows] * high[blocks, None]
-            if low is not None:
-                out += rest[rows] * low[blocks, None]
-            yield values, out.ravel()
+        if low is None:
+            yield from scaled(q, levels, high, layout, self.block, even=True)
+        elif self.block == 0:
+            for values, blocks in tensors(layout):
+                yield Levels(values, q[values], levels * high[blocks] + rest * low[blocks], even=True)
+        else:
+            for values, blocks in spans(layout, self.block):
+                rows = q[values].reshape(blocks.stop - blocks.start, -1)
+                yield Values(values, (levels[rows] * high[blocks, None] + rest[rows] * low[blocks, None]).ravel())
 
 
 @lru_cache(maxsize=32)

@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate
 from fedcomp.blocks import block_count
-from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Index, Parts, Schema, Symbols, register, symbol_dtype
+from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Parts, Schema, Symbols, register, symbol_dtype
 from fedcomp.codecs.uniform import FOUR_BITS
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
+from fedcomp.terms import Term, Values
 
 _MAX = np.finfo(np.float32).max
 _TINY = float(np.finfo(np.float32).tiny)
@@ -164,9 +165,9 @@ class VectorQuantizer(ContractiveCodec):
         yield Symbols("gain", self._blocks(layout), 256)
         yield Symbols("index", _group_count(layout, self.dim), size)
 
-    def pieces(self, parts: Parts, layout: Layout) -> Iterator[tuple[Index, Vector]]:
+    def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         if "values" in parts:
-            yield slice(0, layout.size), parts["values"]
+            yield Values(slice(0, layout.size), parts["values"])
             return
         vectors = self.codebook.vectors if self.codebook else with_zero(parts["codebook"], self.dim)
         gain = _gains(parts["top"], parts["gain"])
@@ -176,7 +177,7 @@ class VectorQuantizer(ContractiveCodec):
                 over="ignore"
             ):  # a code vector longer than its group's true one may pass the float32 limit
                 values = values * np.repeat(gain[blocks], min(self.block or values.size, values.size))[: values.size]
-            yield where, np.clip(values[: where.stop - where.start], -_MAX, _MAX)
+            yield Values(where, np.clip(values[: where.stop - where.start], -_MAX, _MAX))
 
     def _blocks(self, layout: Layout) -> int:
         return block_count(layout, self.block)

@@ -1,0 +1,81 @@
+"""A running sum of what codecs decode to, and its implementation with numpy."""
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp import terms as term_sums
+from fedcomp.layout import Vector
+from fedcomp.terms import Product, Term
+
+_BLOCK = 1 << 20  # values of a product that are made at a time
+
+
+class RunningSum(Protocol):
+    """A float32 vector that weighted terms are added to."""
+
+    def add(self, terms: Iterable[Term], weight: float) -> float:
+        """Add weight times a vector, given as terms; returns what none of that vector's magnitudes exceeds."""
+
+    def result(self) -> Vector:
+        """The sum so far as a float32 vector (size,), which belongs to the sum."""
+
+
+class NumpySum:
+    """The sum on one core. Products wait until there are many, or more than half as many values as in the sum:
+
+    sum_i w_i L_i R_i = [w_1 L_1 ... w_n L_n] [R_1; ...; R_n]   is one matrix product for all clients.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._total = np.zeros(size, np.float32)
+        self._waiting: dict[int, list[tuple[Product, float]]] = {}
+        self._held = 0
+
+    def add(self, terms: Iterable[Term], weight: float) -> float:
+        """See RunningSum."""
+        waiting: list[Product] = []
+        bound = term_sums.add(_set_apart(terms, waiting), self._total, weight)
+        for product in waiting:
+            bound = max(bound, product.peak())
+            self._waiting.setdefault(product.where.start, []).append((product, weight))
+            self._held += product.left.size + product.right.size
+        if 2 * self._held > self._total.size:
+            self._flush()
+        return bound
+
+    def result(self) -> Vector:
+        """See RunningSum."""
+        self._flush()
+        return self._total
+
+    def _flush(self) -> None:
+        for waiting in self._waiting.values():
+            left, right = joined(waiting)
+            first = waiting[0][0]
+            outputs, height, inputs, width = first.split
+            # The tensor as it is stored, seen as the matrix: rows (outputs, height), columns (inputs, width).
+            target = self._total[first.where].reshape(outputs, inputs, height, width).transpose(0, 2, 1, 3)
+            step = max(1, _BLOCK // (height * inputs * width))
+            for start in range(0, outputs, step):
+                rows = left[start * height : (start + step) * height] @ right
+                target[start : start + step] += rows.reshape(-1, height, inputs, width)
+        self._waiting.clear()
+        self._held = 0
+
+
+def joined(products: list[tuple[Product, float]]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Two factors of the weighted sum of products for one tensor: (m, all ranks) and (all ranks, n)."""
+    left = np.concatenate([product.left * np.float32(weight) for product, weight in products], axis=1)
+    return left, np.concatenate([product.right for product, _ in products])
+
+
+def _set_apart(terms: Iterable[Term], products: list[Product]) -> Iterator[Term]:
+    """The terms without the products, which are appended to the list."""
+    for term in terms:
+        if isinstance(term, Product):
+            products.append(term)
+        else:
+            yield term
