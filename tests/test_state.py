@@ -115,7 +115,10 @@ def test_old_trainings_and_leftovers_are_removed(tmp_path: Path) -> None:
 
 def test_there_is_a_limit_to_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other trainings make room, the oldest first; one's own memories never do."""
-    size = len(FileStore(tmp_path / "probe").save("1", "n", memory(1), LAYOUT) and (tmp_path / "probe/1/n.1.memory").read_bytes())
+    size = len(
+        FileStore(tmp_path / "probe").save("1", "n", memory(1), LAYOUT)
+        and (tmp_path / "probe/1/n.1.memory").read_bytes()
+    )
     store = FileStore(tmp_path / "s", max_bytes=4 * size)
     for age, training in ((30, "old"), (20, "older"), (10, "own")):
         store.save(training, "n", memory(1), LAYOUT)

@@ -161,7 +161,8 @@ class Aggregator:
 
         Replies that cannot be read are added to the failed ones.
         """
-        total = self._weight(failed) or 1.0
+        total = self._weight(failed)
+        scale = math.ldexp(1.0, -math.frexp(total)[1])  # a power of two: what failed replies weigh changes no bit
         sums = [_BucketSum(bucket, self._device, self._tables) for bucket in self._buckets]
         values, contents, suspects = _Values(), dict[int, Contents](), list[int]()
         for node in sorted(self._replies.keys() - failed.keys()):
@@ -171,17 +172,17 @@ class Aggregator:
             except FedcompError as error:
                 failed[node] = error
                 continue
-            values.add(opened, weight / total)
-            bounds = [bucket.add(opened, index, weight / total) for index, bucket in enumerate(sums)]
+            values.add(opened, weight * scale)
+            bounds = [bucket.add(opened, index, weight * scale) for index, bucket in enumerate(sums)]
             if any(bound > limit for bound, limit in zip(bounds, self._limits(opened.layout), strict=True)):
                 suspects.append(node)
             if isinstance(opened, Contents):
                 contents[node] = replace(opened, parts=[], verbatim={})
         for shift, weight in self._shared_shifts(failed):
             for bucket in sums:
-                bucket.add_vectors(shift.get, weight / total)
+                bucket.add_vectors(shift.get, weight * scale)
         used = self._weight(failed)
-        factor = total / used if used else 0.0
+        factor = 1 / (used * scale) if used else 0.0
         means = [_times(bucket.sum.result(), factor) for bucket in sums]
         updates = [b.layout.unflatten(mean) for b, mean in zip(sums, means, strict=True) if not b.raw]
         mean = Mean(

@@ -33,6 +33,7 @@ from fedcomp import (
     wire,
 )
 from fedcomp.compressor import apply
+from fedcomp.device import resolve
 from fedcomp.layout import Layout, check_finite, check_same_tensors, is_float_dtype
 from fedcomp.monitor import Monitor, Sink
 from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, Request
@@ -152,7 +153,7 @@ class Compressed(Strategy):
         self.traffic: list[RoundTraffic] = []
         self.monitor = monitor
         self.integers = integers
-        self.device = device
+        self.device = str(resolve(device))
         self._mixed = mixed_fleet
         self._monitors: dict[int, Monitor] = {}
         self._schedule = as_schedule(uplink)
