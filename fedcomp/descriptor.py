@@ -5,6 +5,7 @@ that many fields that differ from their defaults, each a byte ``index << 4 | tag
 15 bytes.
 """
 
+from functools import lru_cache
 from typing import Any
 
 from fedcomp.codec import Codec, codec_fields, registered, settings
@@ -16,6 +17,7 @@ _FALSE, _TRUE, _INT, _FLOAT, _TEXT, _CODEC, _DIGEST = range(7)
 _DEPTH = 8
 
 
+@lru_cache(maxsize=64)
 def describe(plan: Plan) -> bytes:
     """The plan as bytes. A shared codebook is named by its digest only."""
     rules = b"".join(map(_rule, plan.rules))

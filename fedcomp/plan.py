@@ -166,11 +166,7 @@ class Plan:
 
     def buckets(self, layout: Layout) -> list[Bucket]:
         """The coded tensors by codec, in order of first appearance."""
-        groups: dict[Codec, list[Tensor]] = {}
-        for tensor, codec in zip(layout.tensors, self.assign(layout), strict=True):
-            if codec is not None:
-                groups.setdefault(codec, []).append(tensor)
-        return [Bucket(codec, Layout(tuple(tensors))) for codec, tensors in groups.items()]
+        return list(_buckets(self, layout))
 
     def verbatim(self, layout: Layout) -> list[Tensor]:
         """The tensors that travel as they are, in the layout's order."""
@@ -225,6 +221,15 @@ def as_plan(plan: "Plan | Codec | str") -> Plan:
         plan = Plan(plan)
     _validate.instance(kind=Plan, plan=plan)
     return plan
+
+
+@lru_cache(maxsize=64)
+def _buckets(plan: Plan, layout: Layout) -> tuple[Bucket, ...]:
+    groups: dict[Codec, list[Tensor]] = {}
+    for tensor, codec in zip(layout.tensors, plan.assign(layout), strict=True):
+        if codec is not None:
+            groups.setdefault(codec, []).append(tensor)
+    return tuple(Bucket(codec, Layout(tuple(tensors))) for codec, tensors in groups.items())
 
 
 @lru_cache(maxsize=64)

@@ -5,15 +5,16 @@ twice. How a term is added is not the codec's affair: here it is done with numpy
 its cache, and `fedcomp.device` does it elsewhere.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.blocks import CHUNK, spans
+from fedcomp.entropy import SparseSymbols
 from fedcomp.layout import Layout, Vector
 
 Index: TypeAlias = slice | NDArray[np.int64]
@@ -168,24 +169,30 @@ def _add_values(where: Index, values: Vector, out: NDArray[Any], weight: float) 
 
 def _add_levels(term: Levels, out: NDArray[Any], weight: float) -> None:
     table = term.table.astype(out.dtype) * out.dtype.type(weight)
+    add_dense = _dense_way(term, table, out)
     zero = np.flatnonzero(term.table == 0)
-    if isinstance(term.where, slice) and zero.size:
-        for start in range(0, term.q.size, _SCAN):
-            part = slice(start, min(start + _SCAN, term.q.size))
-            places = _others(term.q[part], int(zero[0]))
-            if places is None:
-                _add_dense(term, part, table, out)
-            else:
-                out[within(term.where, part)][places] += table[term.q[part][places]]
-    else:
-        _add_dense(term, slice(0, term.q.size), table, out)
+    sparse = isinstance(term.where, slice) and zero.size > 0
+    if sparse and isinstance(term.q, SparseSymbols) and term.q.places is not None and not table[term.q.common]:
+        out[term.where][term.q.places] += table[term.q[term.q.places]]
+        return
+    for start in range(0, term.q.size, _SCAN):
+        part = slice(start, min(start + _SCAN, term.q.size))
+        q, where = term.q[part], within(term.where, part)
+        places = _others(q, int(zero[0])) if sparse else None
+        if places is None:
+            add_dense(q, where)
+        else:
+            out[where][places] += table[q[places]]
 
 
 def _others(q: NDArray[Any], zero: int) -> NDArray[np.intp] | None:
-    """Places of the symbols other than that of zero, if they are few.
+    """Places of the symbols other than that of zero, if they are few; every 64th tells whether it is worth to look.
 
     Eight flags are looked at as one word first: numpy's search for single flags takes as long as adding everything.
     """
+    sample = q[::64]
+    if np.count_nonzero(sample != zero) * _SPARSE > 2 * sample.size:
+        return None
     found = q != zero
     if np.count_nonzero(found) * _SPARSE > found.size:
         return None
@@ -196,27 +203,38 @@ def _others(q: NDArray[Any], zero: int) -> NDArray[np.intp] | None:
     return np.concatenate([8 * words[inside >> 3] + (inside & 7), tail])
 
 
-def _add_dense(term: Levels, part: slice, table: Floats, out: NDArray[Any]) -> None:
-    narrow = out.dtype == np.float32 and isinstance(term.where, slice)
-    if narrow and table.size == 2:
-        _add_pairs(term, part, table, out)
-        return
-    even = narrow and term.even
-    middle = np.float32((table.size - 1) / 2)
-    # From the middle outwards, so that symmetric levels keep their zero.
-    steps = np.float32(max(table.size - 1, 1))
+def _dense_way(term: Levels, table: NDArray[Any], out: NDArray[Any]) -> Callable[[NDArray[Any], Index], None]:
+    """The quickest way to add table[q] to out[where] for chunks of a term's symbols."""
+    if out.dtype == np.float32 and isinstance(term.where, slice):
+        if table.size == 2:
+            return partial(_add_pairs, table[_bits()], out)
+        if term.even and table.size > 2:
+            return partial(_add_even, table, out)
+    return partial(_add_looked_up, table, out)
+
+
+def _add_looked_up(table: NDArray[Any], out: NDArray[Any], q: NDArray[Any], where: Index) -> None:
+    for start in range(0, q.size, CHUNK):
+        chunk = slice(start, min(start + CHUNK, q.size))
+        out[within(where, chunk)] += table.take(q[chunk], mode="clip")
+
+
+def _add_even(table: NDArray[Any], out: NDArray[Any], q: NDArray[Any], where: slice) -> None:
+    """Levels at equal distances are counted from the middle, so that symmetric ones keep their zero."""
+    steps = table.size - 1
     step, offset = table[-1] / steps - table[0] / steps, table[-1] / 2 + table[0] / 2
-    for start in range(part.start, part.stop, CHUNK):
-        chunk = slice(start, min(start + CHUNK, part.stop))
-        if even:
-            values = term.q[chunk].astype(np.float32)
-            values -= middle
-            values *= step
-            if offset:
-                values += offset
+    target = out[where]
+    for start in range(0, q.size, CHUNK):
+        sum_ = target[start : start + CHUNK]
+        if table.size % 2 and table.size < 256:
+            values = (q[start : start + CHUNK] - np.uint8(steps // 2)).view(np.int8).astype(np.float32)
         else:
-            values = table.take(term.q[chunk], mode="clip")
-        out[within(term.where, chunk)] += values
+            values = q[start : start + CHUNK].astype(np.float32)
+            values -= np.float32(steps / 2)
+        values *= step
+        if offset:
+            values += offset
+        sum_ += values
 
 
 @lru_cache(maxsize=1)
@@ -225,11 +243,9 @@ def _bits() -> NDArray[np.uint8]:
     return np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 
 
-def _add_pairs(term: Levels, part: slice, table: Floats, out: NDArray[Any]) -> None:
-    """Two levels: eight symbols make a byte, which names eight values in a row."""
-    rows = table[_bits()]  # (256, 8)
-    for start in range(part.start, part.stop, CHUNK):
-        chunk = slice(start, min(start + CHUNK, part.stop))
-        packed = np.packbits(term.q[chunk], bitorder="little")
-        values = rows.take(packed, axis=0, mode="clip").reshape(-1)
-        out[within(term.where, chunk)] += values[: chunk.stop - chunk.start]
+def _add_pairs(rows: NDArray[Any], out: NDArray[Any], q: NDArray[Any], where: slice) -> None:
+    """Of two levels: eight symbols make a byte, which names eight values in a row of `rows` (256, 8)."""
+    target, packed = out[where], np.packbits(q, bitorder="little")
+    for start in range(0, packed.size, CHUNK // 8):
+        sum_ = target[8 * start : 8 * start + CHUNK]
+        sum_ += rows.take(packed[start : start + CHUNK // 8], axis=0, mode="clip").reshape(-1)[: sum_.size]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fedcomp import ConfigError, Identity, Sign, Uniform
+from fedcomp import ConfigError, Identity, Sign, Uniform, parse_codec
 from fedcomp_simulations.bench import inputs
 from fedcomp_simulations.bench.measure import measure, typical
 
@@ -89,6 +89,9 @@ def test_the_command_shows_a_table_and_keeps_the_contract(tmp_path: Path) -> Non
         (["--codec", "zip"], "unknown codec 'zip'"),
         (["--n", "0"], "--n: expected at least 1"),
         (["--json", "/dev/null/x.json"], "--json: cannot write"),
+        (["--server", "--clients", "0"], "--clients: expected at least 1"),
+        (["--server", "--device", "tpu"], "device: expected auto or one of cpu"),
+        (["--server", "--peers"], "--server: cannot be combined with --input, --peers or --plot"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], match: str) -> None:
@@ -96,6 +99,33 @@ def test_mistakes_are_one_line(arguments: list[str], match: str) -> None:
     assert done.returncode == 2
     assert match in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+SERVER_KEYS = {
+    "codec": str, "clients": int, "parameters": int, "device": str, "ms_per_reply": float, "flower_ms_per_reply": float,
+    "speedup_vs_flower": float, "peak_bytes": int,
+}  # fmt: skip
+
+
+def test_the_server_is_measured_against_flower(tmp_path: Path) -> None:
+    done = bench(
+        "--server", "--clients", "11", "--n", "5003", "--codec", "topk(0.01)", "--codec", "lowrank(2)",
+        "--device", "cpu", "--json", str(tmp_path / "s.json"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "server: 11 replies of 5,003 parameters, on cpu" in done.stdout
+    rows = json.loads((tmp_path / "s.json").read_text())
+    assert [row["codec"] for row in rows] == ["topk(fraction=0.01)", "lowrank(rank=2)"]
+    for row in rows:
+        assert {key: type(value) for key, value in row.items()} == SERVER_KEYS
+        assert row["speedup_vs_flower"] == pytest.approx(row["flower_ms_per_reply"] / row["ms_per_reply"])
+        assert row["peak_bytes"] > 2 * 4 * 5003
+
+
+def test_the_servers_list_of_codecs_can_be_read() -> None:
+    from fedcomp_simulations.bench.server import TYPICAL
+
+    assert len({str(parse_codec(text)) for text in TYPICAL}) == len(TYPICAL)
 
 
 @pytest.mark.parametrize("values", [np.array([1, np.nan]), np.array([1e300]), np.array(["a"]), np.zeros(0)])

@@ -1,12 +1,7 @@
 """Where the server sums: numpy on one core, or torch on a GPU. The only place of the core that may import torch."""
 
-from typing import TYPE_CHECKING
-
 from fedcomp.device.running import NumpySum, RunningSum
 from fedcomp.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["NumpySum", "RunningSum", "resolve", "running_sum"]
 
@@ -40,8 +35,5 @@ def _accelerators() -> list[str]:
         import torch
     except ImportError:
         return []
-    return [*(f"cuda:{index}" for index in range(torch.cuda.device_count())), *_mps(torch)]
-
-
-def _mps(backend: "torch") -> list[str]:  # type: ignore[valid-type]
-    return ["mps"] if backend.backends.mps.is_available() else []  # type: ignore[attr-defined]
+    cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return [*cuda, "mps"] if torch.backends.mps.is_available() else cuda

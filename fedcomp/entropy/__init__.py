@@ -2,9 +2,10 @@
 
 from fedcomp.entropy.contexts import decode_matrices, encode_matrices
 from fedcomp.entropy.gaps import decode_positions, encode_positions
-from fedcomp.entropy.symbols import decode_symbols, encode_symbols
+from fedcomp.entropy.symbols import SparseSymbols, decode_symbols, encode_symbols
 
 __all__ = [
+    "SparseSymbols",
     "decode_matrices",
     "decode_positions",
     "decode_symbols",

@@ -36,7 +36,7 @@ def pack_bits(values: NDArray[Any], width: int) -> bytes:
 def unpack_bits(
     data: bytes | memoryview, count: int, width: int, *, shared_tail: bool = False
 ) -> NDArray[np.unsignedinteger[Any]]:
-    """Undo `pack_bits`: (count,) of the smallest unsigned dtype that holds `width` bits.
+    """Undo `pack_bits`: (count,) of the smallest unsigned dtype that holds `width` bits; perhaps a view of the data.
 
     With `shared_tail` the unused high bits of the last byte belong to the caller; otherwise they must be zero.
     Raises FrameError when data is short or those bits are not zero.
@@ -44,18 +44,19 @@ def unpack_bits(
     nbytes = -(-count * width // 8)
     if len(data) < nbytes:
         raise FrameError(f"packed bits: expected {nbytes} bytes for {count} values, got {len(data)}; truncated")
-    values = np.zeros(count, _dtype_for(width))
-    planes = np.frombuffer(data, np.uint8, nbytes)
-    for plane in range(width // 8):
-        part = planes[plane * count : (plane + 1) * count].astype(values.dtype)
-        values |= part << values.dtype.type(8 * plane)
+    raw = np.frombuffer(data, np.uint8, nbytes)
+    planes = [raw[plane * count : (plane + 1) * count] for plane in range(width // 8)]
     if width % 8:
-        tail = planes[width // 8 * count :]
+        tail = raw[width // 8 * count :]
         used = count * width % 8
         if used and not shared_tail and tail[-1] >> used:
             raise FrameError("packed bits: expected zero bits after the last value, got ones; damaged")
-        part = _unpack_narrow(tail, count, width % 8).astype(values.dtype)
-        values |= part << values.dtype.type(width - width % 8)
+        planes.append(_unpack_narrow(tail, count, width % 8))
+    if len(planes) == 1:
+        return planes[0]
+    values = np.zeros(count, _dtype_for(width))
+    for index, plane in enumerate(planes):
+        values |= plane.astype(values.dtype) << values.dtype.type(8 * index)
     return values
 
 

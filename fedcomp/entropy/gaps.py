@@ -69,8 +69,7 @@ def decode_positions(data: bytes | memoryview, count: int, universe: int) -> tup
         raise FrameError(f"positions: expected {count} of them, got no data; truncated")
     mode, body = view[0], view[1:]
     if mode < _RICE_CHOICES:
-        gaps, used = _decode_rice(body, count, universe, mode)
-        positions = np.cumsum(gaps + 1) - 1
+        positions, used = _decode_rice(body, count, universe, mode)
     elif mode == _CLASSES:
         gaps, used = _decode_classes(body, count, universe)
         positions = np.cumsum(gaps + 1) - 1
@@ -124,21 +123,29 @@ def _encode_rice(gaps: NDArray[np.int64], universe: int) -> bytes:
 
 
 def _decode_rice(body: memoryview, count: int, universe: int, choice: int) -> tuple[NDArray[np.int64], int]:
-    """(gaps, bytes consumed)."""
+    """(positions, bytes consumed).
+
+    With p the parameter and e_i the bit of the unary plane in which code i ends, e_i - i zeros came before, so that
+
+        position_i = sum of the gaps up to i, plus i = (e_i - i) 2^p + (sum of the low bits up to i) + i
+    """
     parameter = _rice_parameter(count, universe, choice)
-    low = unpack_bits(body, count, parameter, shared_tail=True).astype(np.int64)
+    low = unpack_bits(body, count, parameter, shared_tail=True)
     start, shared = divmod(parameter * count, 8)
     most = shared + count + ((universe - count) >> parameter)  # bits of a valid unary plane; at most 13 * count
     plane = np.unpackbits(np.frombuffer(body[start : start + -(-most // 8)], np.uint8), bitorder="little")
-    ends = np.flatnonzero(plane[shared:])[:count]
+    ends = np.flatnonzero(plane[shared:].view(np.bool_))[:count]
     if ends.size < count:
         raise FrameError(f"positions: expected {count} unary codes, got {ends.size}; truncated or damaged")
     end = shared + int(ends[-1]) + 1
     used = -(-end // 8)
     if plane[end : 8 * used].any():
         raise FrameError("positions: expected zero bits after the last code, got ones; damaged")
-    high = np.diff(ends, prepend=-1).astype(np.int64) - 1
-    return high << parameter | low, start + used
+    index = np.arange(count, dtype=np.int64)
+    positions: NDArray[np.int64] = (ends - index) << parameter
+    positions += index
+    positions += np.cumsum(low, dtype=np.int64)
+    return positions, start + used
 
 
 def _encode_bitmap(positions: NDArray[np.int64], universe: int, limit: int) -> list[bytes]:

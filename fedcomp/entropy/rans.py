@@ -93,7 +93,7 @@ def decode_runs(
     )
     bases = _Runs(np.arange(len(tables), dtype=np.uint32) << np.uint32(precision), runs) if len(tables) > 1 else None
     symbols: NDArray[np.uint8 | np.uint16] = np.empty(count, dtype)
-    slots: NDArray[Any] = np.empty(min(_PIECE, count), np.uint32 if bases else np.uint16)
+    slots = np.empty(min(_PIECE, count), np.uint32)
     for width, start, stop in _phases(count, lanes, warm):
         words.push(_retire(states[width:]))
         states = states[:width]
@@ -160,31 +160,41 @@ def _encode_piece(states: NDArray[np.uint32], shares: NDArray[np.uint32], precis
 
 def _decode_piece(
     states: NDArray[np.uint32],
-    slots: NDArray[Any],
+    slots: NDArray[np.uint32],
     lookup: NDArray[np.uint32],
     bases: NDArray[np.uint32] | None,
     precision: int,
     words: "_Words",
 ) -> None:
-    """Fill `slots` (symbols of one piece) with state % M + base, states.size a step; slots become symbols later."""
-    mask = np.uint32((1 << precision) - 1)
-    shift = np.uint32(precision)
-    floor = np.uint32(_FLOOR)
-    width = states.size
+    """Fill `slots` (symbols of one piece) with state % M + base, states.size a step; slots become symbols later.
+
+    With few lanes a step is all overhead: arrays of a constant are quicker than scalars, and all buffers are reused.
+    """
+    width, lanes = states.size, states
+    constants = ((1 << precision) - 1, precision, int(_WORD), int(_LOW), _FLOOR)
+    mask, shift, word, low_half, floor = (np.full(width, constant, np.uint32) for constant in constants)
+    shares, frequencies = np.empty(width, np.uint32), np.empty(width, np.uint32)
     for first in range(0, slots.size, width):
         slot = slots[first : first + width]
-        lanes = states[: slot.size]
-        np.bitwise_and(lanes, mask, out=slot, casting="same_kind")
+        if slot.size < width:  # the last step
+            used = slice(slot.size)
+            lanes, shares, frequencies = lanes[used], shares[used], frequencies[used]
+            mask, shift, word, low_half, floor = mask[used], shift[used], word[used], low_half[used], floor[used]
+        np.bitwise_and(lanes, mask, slot)
         if bases is not None:
             slot += bases[first : first + width]
-        shares = lookup[slot]
-        lanes >>= shift
-        lanes *= shares >> _WORD
-        shares &= _LOW
-        lanes += shares
-        low = (lanes < floor).nonzero()[0]
+        lookup.take(slot, None, shares, "clip")
+        np.right_shift(lanes, shift, lanes)
+        np.right_shift(shares, word, frequencies)
+        np.multiply(lanes, frequencies, lanes)
+        np.bitwise_and(shares, low_half, shares)
+        np.add(lanes, shares, lanes)
+        low = (lanes < floor).nonzero()[0]  # flatnonzero would cost more than the step
         if low.size:
-            lanes[low] = (lanes[low] << _WORD) | words.take(low.size)
+            fed = lanes[low]
+            fed <<= _WORD
+            fed |= words.take(low.size)
+            lanes[low] = fed
 
 
 class _Words:

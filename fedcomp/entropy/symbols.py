@@ -28,6 +28,27 @@ _SPARSE_SHARE = 16  # sparse when all but the most frequent symbol make up at mo
 _PIECE = 1 << 16
 
 
+class SparseSymbols(np.ndarray[tuple[int], np.dtype[np.uint8 | np.uint16]]):
+    """Decoded symbols that are all alike but for a few, whose places are known: a read-only array like any other, and
+    a shortcut for who has use for the few only. What is derived from it is a plain array or has no places.
+
+    Attributes:
+        common: the symbol of most.
+        places: increasing places of the others; None for slices and the like.
+    """
+
+    common: int = 0
+    places: NDArray[np.int64] | None = None
+
+    @classmethod
+    def of(cls, symbols: Symbols, common: int, places: NDArray[np.int64]) -> "SparseSymbols":
+        """The symbols, as a view that knows their places."""
+        view = symbols.view(cls)
+        view.common, view.places = common, places
+        view.flags.writeable = False
+        return view
+
+
 def encode_symbols(symbols: NDArray[np.uint8] | NDArray[np.uint16], size: int, *, fast: bool = False) -> bytes:
     """Code (count,) symbols in [0, size), 1 <= size <= 65536, as short as a static order-0 model allows.
 
@@ -82,7 +103,7 @@ def decode_symbols(data: bytes | memoryview, count: int, size: int) -> tuple[NDA
         return np.full(count, symbol, dtype), 1 + used
     if kind == _PACKED:
         symbols = unpack_bits(body, count, _width(size)).astype(dtype, copy=False)
-        if int(symbols.max()) >= size:
+        if size != 1 << _width(size) and int(symbols.max()) >= size:
             raise FrameError(f"symbols: expected all below {size}, got {symbols.max()}; damaged")
         return symbols, 1 + -(-count * _width(size) // 8)
     if kind == _SPARSE:
@@ -125,7 +146,7 @@ def _decode_sparse(body: memoryview, count: int, size: int) -> tuple[NDArray[np.
     others, used_others = decode_symbols(body[used:], nonzeros, size - 1)
     symbols = np.full(count, frequent, _dtype(size))
     symbols[positions] = others + (others >= frequent).astype(symbols.dtype)
-    return symbols, used + used_others
+    return SparseSymbols.of(symbols, frequent, positions), used + used_others
 
 
 def _read_symbol(body: memoryview, size: int) -> tuple[int, int]:

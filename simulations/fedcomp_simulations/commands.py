@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, Field, replace
 from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import typer
@@ -23,6 +23,9 @@ from fedcomp_simulations.bench.measure import Row, measure, typical
 from fedcomp_simulations.cli import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_MISTAKE
 from fedcomp_simulations.experiment import Experiment, load_experiment, with_codecs
 from fedcomp_simulations.report import Results, monitor_table, table
+
+if TYPE_CHECKING:
+    from fedcomp_simulations.bench.server import ServerRow
 
 MAX_SEEDS = 1000
 MAX_WARNINGS = 10
@@ -211,26 +214,53 @@ def bench(
     peers: Annotated[bool, typer.Option(help="Measure installed peers too.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the rate-distortion plot, a PNG, to this file.")] = None,
+    server: Annotated[bool, typer.Option("--server", help="Measure averaging at the server instead.")] = False,
+    clients: Annotated[int, typer.Option(help="With --server: replies to average.")] = 200,
+    device: Annotated[str, typer.Option(help="With --server: auto, cpu, cuda, cuda:1 or mps.")] = "auto",
 ) -> None:
     """Measure bits, error and speed of every codec through real frames, on one core.
 
     Without --codec: every registered codec in a typical setting. Inputs: gauss (the default), laplace, student,
     update-mlp, update-cnn, update-rnn, or a .npy file.
+
+    With --server: time and memory from the frames of many clients to their mean, against Flower's own mean of
+    uncompressed models in the same run.
     """
     if size < 1:
         raise ConfigError(f"--n: expected at least 1, got {size}")
     for path in filter(None, (json_file, plot)):
         _probe_file(path)
+    if server:
+        if given or peers or plot is not None:
+            raise ConfigError("--server: cannot be combined with --input, --peers or --plot")
+        _write_rows(_bench_server(codec, clients, size, device), json_file)
+        return
     chosen = [fedcomp.parse_codec(text) for text in codec] if codec else typical()
     rows = _bench(chosen, given or ["gauss"], size, peers)
-    if json_file is not None:
-        failure = _save(json.dumps([row.to_json() for row in rows], indent=1) + "\n", json_file)
-        if failure:
-            raise OSError(failure)
+    _write_rows(rows, json_file)
     if plot is not None:
         from fedcomp_simulations.bench.show import save_plot
 
         save_plot(rows, plot)
+
+
+def _write_rows(rows: "list[Row] | list[ServerRow]", json_file: Path | None) -> None:
+    if json_file is not None:
+        failure = _save(json.dumps([row.to_json() for row in rows], indent=1) + "\n", json_file)
+        if failure:
+            raise OSError(failure)
+
+
+def _bench_server(codec: list[str] | None, clients: int, parameters: int, device: str) -> "list[ServerRow]":
+    from fedcomp_simulations.bench.server import TYPICAL, measure_server
+    from fedcomp_simulations.bench.show import server_table
+
+    if clients < 1:
+        raise ConfigError(f"--clients: expected at least 1, got {clients}")
+    chosen = [fedcomp.parse_codec(text) for text in codec or TYPICAL]
+    rows = [measure_server(each, clients, parameters, device) for each in chosen]
+    _console().print(server_table(rows))
+    return rows
 
 
 def _bench(codecs: list[fedcomp.Codec], inputs: list[str], size: int, with_peers: bool) -> list[Row]:

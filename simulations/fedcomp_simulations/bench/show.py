@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedcomp_simulations.bench.measure import Row
+from fedcomp_simulations.bench.server import ServerRow
 
 BIASED, UNBIASED, PEER = "#0072B2", "#D55E00", "#777777"
 LEAST_RATE = 0.003
@@ -38,6 +39,29 @@ def table(rows: list[Row]) -> Table:
             _speed(row.encode_mb_s, row.memcpy_mb_s),
             _speed(row.decode_mb_s, row.memcpy_mb_s),
             {True: "unbiased", False: "biased", None: "peer"}[row.unbiased],
+        )
+    return sheet
+
+
+def server_table(rows: list[ServerRow]) -> Table:
+    """One line a codec: time from frames to the mean, and Flower's for uncompressed models in the same run."""
+    first = rows[0]
+    sheet = Table(
+        title=f"server: {first.clients:,} replies of {first.parameters:,} parameters, on {first.device}",
+        caption="ms per reply; speed: Flower's time for uncompressed models over ours; peak: besides frames and base.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    sheet.add_column("codec", overflow="fold")
+    for heading in ("ms", "Flower ms", "speed", "peak MB"):
+        sheet.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        sheet.add_row(
+            escape(row.codec),
+            f"{row.ms_per_reply:.3f}",
+            f"{row.flower_ms_per_reply:.3f}",
+            f"{row.speedup_vs_flower:.2f}",
+            f"{row.peak_bytes / 1e6:.1f}",
         )
     return sheet
 
