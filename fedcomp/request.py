@@ -21,8 +21,7 @@ MODEL_STYPE = "fedcomp.model.v1"
 """Serialization type of the array that carries the packed global model to a client."""
 
 ACK = "fedcomp-ack"
-"""Key of the acknowledgement: the last round in which the server used an upload of this node. It is left out for nodes of
-which the server has used none."""
+"""Key of the acknowledgement: the last round in which the server used an upload of this node, if any."""
 
 ACKS = "fedcomp-acks"
 """For nodes without one: [number, round, ...] of clients that are gone and may be back as this node."""

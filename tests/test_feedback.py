@@ -188,7 +188,7 @@ def test_ef21_learns_updates_that_stay_the_same() -> None:
             sent[node] = decompress(done.frame, ZERO)
         here = {node: weights[node] for node in cohort}
         mean = {
-            n: (sum(here[node] * sent[node][n] for node in cohort) / sum(here.values())).astype(np.float32)
+            n: np.asarray(sum(w * sent[node][n] for node, w in here.items()) / sum(here.values()), np.float32)
             for n in ZERO
         }
         step = server.step(mean, here)
@@ -380,7 +380,8 @@ def test_a_positional_argument_is_the_first_field() -> None:
     "text",
     [
         "maybe", "", "ef(", "cafe(beta=1)", "cafe(1.0)", "cafe(beta=2, force=True)", "cafe(gamma=1)",
-        "cafe(.8, beta=.8)", "ef(1, 2, 3, 4)", "ef(max_norm=-1)", "ef(max_age=1.5)", "ef(decay=0)", "dgc(momentum=1)", "dgc(warm_up=-1)",
+        "cafe(.8, beta=.8)", "ef(1, 2, 3, 4)", "ef(max_norm=-1)", "ef(max_age=1.5)", "ef(decay=0)", "dgc(momentum=1)",
+        "dgc(warm_up=-1)",
         "fetchsgd(lr=0)", "ef21(1)", "cafe(codec=9)", "cafe(codec=zip)", "__import__('os')", "a.b()",
         "ef" * 1000, None, 3,
     ],

@@ -1,4 +1,4 @@
-"""What Compressed does with many replies and one model: the mean or the models, the packed downlink, server feedback."""
+"""What Compressed does with replies and the model: the mean or the models, the packed downlink, server feedback."""
 
 import itertools
 import logging

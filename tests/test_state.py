@@ -171,4 +171,4 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_settings_that_make_no_sense_are_named() -> None:
     for wrong in ({"precision": "float8"}, {"max_bytes": 0}):
         with pytest.raises(FedcompError, match=next(iter(wrong))):
-            FileStore(**wrong)  # type: ignore[arg-type]
+            FileStore(**wrong)

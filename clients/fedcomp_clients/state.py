@@ -1,8 +1,8 @@
 """Where a client keeps what feedback remembers between rounds: for each training and node, on this machine only.
 
 A memory is kept under the round of the upload that it belongs to, and none is ever changed. The server's
-acknowledgement names the round that counts; all others are discarded. So there is nothing to commit, and nothing that a killed process
-could leave half committed: an upload that the server never used is as if it had never been made.
+acknowledgement names the round that counts; all others are discarded. So there is nothing to commit, and nothing that a
+killed process could leave half committed: an upload that the server never used is as if it had never been made.
 
 Not in Flower's ``Context.state``: a SuperNode ships all of that into and out of a fresh process for every message, and
 loses it without a word when that takes more than five seconds. Only a pointer to the file is there.
@@ -27,7 +27,7 @@ class StateStore(Protocol):
     """Keeps memories by training (a run and a session of its server), node and round; names are safe as file names."""
 
     def load(self, training: str, node: str, round: int, layout: Layout) -> Memory | None:
-        """The memory made with the upload of this round, for a model of this layout; None if it is missing or damaged."""
+        """The memory made with the upload of this round, for a model of this layout; None: missing or damaged."""
 
     def save(self, training: str, node: str, memory: Memory, layout: Layout, *, exact: bool = False) -> str:
         """Keep a memory beside the others. Returns where it is. Raises FedcompError if it cannot, the others intact.

@@ -3,9 +3,9 @@
     client: q_i = C(x_i - beta p);   server: step = beta p + weighted mean of q_i,   the next p is that step
 
 Clients keep nothing. Both sides use the predictor as it was sent: the server codes it and decodes its own bytes. What
-the codec never picks up is applied again and again, shrunk by beta each time: CAFe carries momentum with a horizon of up to
-1 / (1 - beta) rounds, so its honest twin is FedAvgM on float32. At beta = 1 it is an integrator: it walked off on a
-convolutional and on a recurrent network, and is refused unless forced.
+the codec never picks up is applied again and again, shrunk by beta each time: CAFe carries momentum with a horizon of
+up to 1 / (1 - beta) rounds, so its honest twin is FedAvgM on float32. At beta = 1 it is an integrator: it walked off on
+a convolutional and on a recurrent network, and is refused unless forced.
 """
 
 import statistics

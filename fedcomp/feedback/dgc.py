@@ -4,9 +4,9 @@
     v = v + u
     send C(v);   v = v - C(v);   u = 0 where something was sent          momentum factor masking
 
-With C = top-k this is Algorithm 1 of Lin et al., ICLR 2018, arXiv 1712.01887. The share of values grows sparse over the first rounds: 25 %, 6.25 %,
-1.6 %, 0.4 %, 0.1 %, until that of the codec is reached. In the long run m makes updates 1 / (1 - m) times as long where
-nothing is masked; with few local rounds per client it matters little.
+With C = top-k this is Algorithm 1 of Lin et al., ICLR 2018, arXiv 1712.01887. The share of values grows sparse over the
+first rounds: 25 %, 6.25 %, 1.6 %, 0.4 %, 0.1 %, until that of the codec is reached. In the long run m makes updates 1 /
+(1 - m) times as long where nothing is masked; with few local rounds per client it matters little.
 """
 
 from dataclasses import dataclass, replace

@@ -27,7 +27,7 @@ PRECISIONS: dict[str, Codec] = {
     "float16": Identity("float16"),
     "int8": Uniform(8, block=64, fast=True),
 }
-"""How memory may be stored: float16 keeps 11 bits of values down to 2^-28 of the largest, int8 seven of a block's peak."""
+"""How memory may be stored: float16 keeps 11 bits of values down to 2^-28 of the largest, int8 seven of a block's."""
 
 _MAGIC = b"\xfc\x9f"
 _VERSION = 1

@@ -80,7 +80,7 @@ def server_app(experiment: Experiment, method: Method, seed: int, on_round: OnRo
 
 
 def make_strategy(experiment: Experiment, method: Method | None = None) -> Strategy:
-    """Make the method's strategy, or else the experiment's, without compression and without evaluation on the clients."""
+    """Make the method's strategy, or else the experiment's, without compression and evaluation on the clients."""
     name, options = experiment.strategy, experiment.strategy_options
     if method is not None and method.strategy:
         name, options = method.strategy, method.strategy_options

@@ -22,6 +22,11 @@ class Ledger:
         return sum(entry.bytes_down for entry in self.rounds)
 
     @property
+    def messages(self) -> int:
+        """Number of train messages to the clients."""
+        return sum(entry.messages for entry in self.rounds)
+
+    @property
     def uploads(self) -> int:
         """Number of uploads that arrived."""
         return sum(entry.uploads for entry in self.rounds)

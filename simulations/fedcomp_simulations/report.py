@@ -29,6 +29,7 @@ class RunResult:
     seconds: float
     warnings: tuple[str, ...] = ()
     stats: tuple[TensorStats, ...] = ()  # of every tensor and upload, if the run was monitored
+    messages: int = 0  # train messages to clients
 
     @property
     def accuracy_final(self) -> float:
@@ -39,6 +40,11 @@ class RunResult:
     def payload_per_upload(self) -> float:
         """Mean payload of an upload in bytes; 0 when nothing was uploaded."""
         return self.payload_bytes_up / self.uploads if self.uploads else 0.0
+
+    @property
+    def payload_per_download(self) -> float:
+        """Mean payload of a train message to a client in bytes; 0 when none was sent."""
+        return self.payload_bytes_down / self.messages if self.messages else 0.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,7 @@ class Summary:
     accuracy_spread: float | None  # standard deviation over seeds; None with one seed
     points: tuple[float, ...]  # accuracy minus that of the uncompressed twin, by seed; empty without twin
     payload_per_upload: float
+    payload_per_download: float
     payload_bytes_up: float  # mean over seeds
     ratio: float | None  # uncompressed payload over this one; None when nothing was uploaded
     failures: int
@@ -101,12 +108,13 @@ def table(results: Results, *, narrow: bool = False) -> Table:
         "accuracy %": [_accuracy(summary) for summary in summaries],
         "points vs float32": [_points(summary) for summary in summaries],
         "B per upload": [f"{summary.payload_per_upload:,.0f}" for summary in summaries],
+        "B per download": [f"{summary.payload_per_download:,.0f}" for summary in summaries],
         "uploaded": [format_bytes(summary.payload_bytes_up) for summary in summaries],
         "ratio": [_ratio(summary.ratio) for summary in summaries],
         "failed": [f"{summary.failures:,}" for summary in summaries],
     }
     if narrow:
-        del columns["codec"], columns["feedback"]
+        del columns["codec"], columns["feedback"], columns["B per download"]
     if not any(summary.failures for summary in summaries):
         del columns["failed"]
     measured = any(summary.method.uncompressed and summary.payload_per_upload for summary in summaries)
@@ -139,6 +147,7 @@ def _summary(method: Method, runs: list[RunResult], twins: dict[int, RunResult],
         accuracy_spread=stdev(finals) if len(finals) > 1 else None,
         points=tuple(100 * (run.accuracy_final - twins[run.seed].accuracy_final) for run in runs if run.seed in twins),
         payload_per_upload=payload,
+        payload_per_download=fmean(run.payload_per_download for run in runs),
         payload_bytes_up=fmean(run.payload_bytes_up for run in runs),
         ratio=reference / payload if payload else None,
         failures=sum(run.failures for run in runs),

@@ -120,6 +120,7 @@ def run_one(
         seconds=time.perf_counter() - started,
         warnings=tuple(warnings),
         stats=tuple(stats),
+        messages=ledger.messages,
     )
 
 

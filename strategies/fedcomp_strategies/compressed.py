@@ -5,6 +5,7 @@ privacy wrappers included. Clients without fedcomp reply plainly and are average
 """
 
 import logging
+import math
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -294,18 +295,18 @@ class Compressed(Strategy):
         key = weight_key(self.strategy)
         opened = triage(replies, sent.asked, server_round, key)
         handle = self._average if self._takes_mean(sent, opened) else self._hand_over
-        opened, arrays, metrics, notes = handle(server_round, opened, sent, key)
-        used = [r for r in opened if not r.cause and r.node in notes and _counts(r.message, key)]
+        opened, arrays, metrics = handle(server_round, opened, sent, key)
+        used = {r.node: r.notes for r in opened if not r.cause and r.notes is not None and _counts(r.message, key)}
         self._confirm(opened, sent)
-        self._account(replies, opened, sent, [notes[reply.node] for reply in used])
+        self._account(replies, opened, sent, list(used.values()))
         if arrays is not None and not _is_finite(arrays):
             log.error("round %d: the aggregated model is not finite, the old model stays", server_round)
             arrays = None
         if arrays is None:
             self._feedback.learn(None, {}, server_round)
         else:
-            for reply in used:
-                self._acks.accept(reply.node, server_round, notes[reply.node].number)
+            for node, notes in used.items():
+                self._acks.accept(node, server_round, notes.number)
             self._learn(sent.arrays, arrays)
         return arrays, self._count_dropped(metrics)
 
@@ -322,25 +323,24 @@ class Compressed(Strategy):
 
     def _average(
         self, server_round: int, replies: list[Reply], sent: _Round, key: str | None
-    ) -> tuple[list[Reply], ArrayRecord | None, MetricRecord | None, dict[int, wire.Notes]]:
-        """Hand the inner strategy one reply with the mean. Returns also the replies as they came out, and frames' notes."""
+    ) -> tuple[list[Reply], ArrayRecord | None, MetricRecord | None]:
+        """Hand the inner strategy one reply with the mean. Returns also the replies as they came out."""
         assert isinstance(self.strategy, FedAvg) and key is not None  # noqa: PT018  (for type checkers)
         base = next(sent.base(reply.node) for reply in replies if not reply.cause)
         tables = isinstance(self._request.feedback, FetchSGD)
         aggregator = Aggregator(base, self._request.plan, round=server_round, device=self.device, tables=tables)
         opened = [self._collect(reply, aggregator, sent, key) for reply in replies]
         mean = aggregator.mean()
-        notes = {node: contents.notes for node, contents in mean.contents.items()}
         failed = mean.failed
         opened = [r.refused(cause_of(failed[r.node]), failed[r.node]) if r.node in failed else r for r in opened]
         if not self._any_weight(server_round, opened, key):
-            return opened, None, None, {}
+            return opened, None, None
         good = [reply.message for reply in opened if not reply.cause]
         buckets = self._request.plan.buckets(Layout.of(base))
         mean = self._feedback.step(mean, buckets, {m.metadata.src_node_id: weight_of(m, key) for m in good})
         model = _record(mean.model(base, integers=self.integers))
         arrays, _ = self.strategy.aggregate_train(server_round, [averaged_reply(good, model, key), *_errors(opened)])
-        return opened, arrays, averaged_metrics(self.strategy, good), notes
+        return opened, arrays, averaged_metrics(self.strategy, good)
 
     def _collect(self, reply: Reply, aggregator: Aggregator, sent: _Round, key: str) -> Reply:
         """Give a reply to the aggregator, which tells later whether it was any good."""
@@ -349,8 +349,7 @@ class Compressed(Strategy):
         weight = weight_of(reply.message, key)
         try:
             if reply.array is not None:
-                if (seen := wire.peek(reply.frame())) is not None:
-                    self._feedback.check(seen[1])
+                self._feedback.check(reply.notes)
                 aggregator.add(reply.frame(), weight, node=reply.node)
             elif isinstance(self._request.feedback, EF21):
                 raise LayoutError("feedback 'ef21' needs clients with fedcomp, this one replied uncompressed")
@@ -362,28 +361,24 @@ class Compressed(Strategy):
 
     def _hand_over(
         self, server_round: int, replies: list[Reply], sent: _Round, key: str | None
-    ) -> tuple[list[Reply], ArrayRecord | None, MetricRecord | None, dict[int, wire.Notes]]:
+    ) -> tuple[list[Reply], ArrayRecord | None, MetricRecord | None]:
         """Hand the inner strategy every client's model. Returns as _average does."""
-        notes: dict[int, wire.Notes] = {}
-        opened = [self._open(reply, sent, notes) for reply in replies]
+        opened = [self._open(reply, sent) for reply in replies]
         if not self._any_weight(server_round, opened, key):
             self.strategy.aggregate_train(server_round, _errors(opened))
-            return opened, None, None, {}
+            return opened, None, None
         messages = [reply.message for reply in opened if reply.cause not in _UNASKED]
         arrays, metrics = self.strategy.aggregate_train(server_round, messages)
-        return opened, arrays, metrics, notes
+        return opened, arrays, metrics
 
-    def _open(self, reply: Reply, sent: _Round, notes: dict[int, wire.Notes]) -> Reply:
+    def _open(self, reply: Reply, sent: _Round) -> Reply:
         """The reply with a whole model in it, or an error reply that says why it was refused."""
         if reply.cause or reply.node not in sent.sent:
             return reply
         try:
             if reply.array is None and not _has_floats(sent.sent[reply.node]):
                 return reply  # nothing that we asked for, such as the trees of FedXgbBagging
-            if reply.array is None:
-                model = self._plain(reply, sent)
-            else:
-                model, notes[reply.node] = self._decode(reply, sent)
+            model = self._plain(reply, sent) if reply.array is None else self._decode(reply, sent)
         except FedcompError as error:
             return reply.refused(cause_of(error), error)
         ((key, _),) = reply.message.content.array_records.items()
@@ -391,7 +386,7 @@ class Compressed(Strategy):
         message: Message = Message(content=content, metadata=reply.message.metadata)  # type: ignore[call-overload]
         return replace(reply, message=message)
 
-    def _decode(self, reply: Reply, sent: _Round) -> tuple[Model, wire.Notes]:
+    def _decode(self, reply: Reply, sent: _Round) -> Model:
         base = sent.base(reply.node)
         contents = wire.unpack(reply.frame(), Layout.of(base), plan=self._request.plan, round=self._request.round)
         self._feedback.check(contents.notes)
@@ -399,7 +394,7 @@ class Compressed(Strategy):
         if self.monitor is not None:
             node = self._monitors.setdefault(reply.node, Monitor(self.monitor))
             node.observe(self._request.round, base, model)
-        return model, contents.notes
+        return model
 
     def _plain(self, reply: Reply, sent: _Round) -> Model:
         """The model of an uncompressed reply in the order of the base, which some strategies match it by.
@@ -479,6 +474,9 @@ class Compressed(Strategy):
                 log.warning("round %d: node %d: %s", round_, reply.node, reply.message.error.reason)
         if self.traffic[-1].dropped:
             log.warning("round %d: replies dropped by cause: %s", round_, self.traffic[-1].dropped)
+        if arrived:
+            parameters = sum(math.prod(array.shape) for array in sent.arrays.values())
+            self._feedback.warn_of_starvation(8 * self.traffic[-1].bytes_up / len(arrived) / max(parameters, 1))
         if self.traffic[-1].resets:
             log.warning("round %d: %d clients had lost what feedback remembers", round_, self.traffic[-1].resets)
 

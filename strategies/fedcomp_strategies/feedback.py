@@ -74,9 +74,9 @@ class ServerFeedback:
         taken = {name: self._beta * values for name, values in self._known().items()}
         return {name: values + taken[name] if name in taken else values for name, values in base.items()}
 
-    def check(self, notes: wire.Notes) -> None:
+    def check(self, notes: wire.Notes | None) -> None:
         """Raise FrameError for a frame that is a difference to a predictor that was not sent."""
-        if notes.predicted:
+        if notes is not None and notes.predicted:
             self._known()
 
     def step(self, mean: Mean, buckets: Sequence[Bucket], weights: Mapping[int, float]) -> Mean:
@@ -152,7 +152,7 @@ class ServerFeedback:
         if isinstance(self.feedback, CAFe) and bits < LEAST_BITS and not self._warned:
             self._warned = True
             log.warning(
-                "uploads of %.3g bits per parameter are below %g: feedback cafe does harm there; use ef or larger uploads",
+                "uploads of %.3g bits per parameter are below %g: feedback cafe does harm; use ef or larger uploads",
                 bits, LEAST_BITS,
             )  # fmt: skip
 

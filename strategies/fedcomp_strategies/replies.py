@@ -30,10 +30,12 @@ class Reply:
     Attributes:
         message: as it came; an error message once it was dropped.
         cause: why it was dropped, one of CAUSES; "": it was not.
+        notes: what its frame says about feedback; None if it has no sound frame.
     """
 
     message: Message
     cause: str = ""
+    notes: wire.Notes | None = None
 
     @property
     def node(self) -> int:
@@ -91,7 +93,7 @@ def _checked(reply: Reply, round: int, key: str | None) -> Reply:
     seen = wire.peek(array.data) if array is not None and array.stype == STYPE else None
     if seen is not None and seen[0] != round:
         return reply.refused("late", f"frame is for round {seen[0]}, expected round {round}")
-    return check_weight(reply, key)
+    return check_weight(replace(reply, notes=seen and seen[1]), key)
 
 
 def _known(replies: list[Reply], asked: Counter[int]) -> Iterator[Reply]:
