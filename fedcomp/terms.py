@@ -24,6 +24,7 @@ Sum: TypeAlias = NDArray[np.float32] | NDArray[np.float64]
 Floats: TypeAlias = NDArray[np.floating[Any]]
 
 MAX = float(np.finfo(np.float32).max)
+_PIECE = 2 * CHUNK  # values that are added at a time: a few passes over few buffers
 _SCAN = 8 * CHUNK
 _SPARSE = 16  # symbols are picked one by one if at most one in so many differs from that of zero
 
@@ -160,8 +161,8 @@ def add(terms: Iterable[Term], out: Sum, weight: float) -> float:
 
 def _add_values(where: Index, values: Vector, out: NDArray[Any], weight: float) -> float:
     bound, scale = 0.0, out.dtype.type(weight)
-    for start in range(0, values.size, CHUNK):
-        part = slice(start, min(start + CHUNK, values.size))
+    for start in range(0, values.size, _PIECE):
+        part = slice(start, min(start + _PIECE, values.size))
         bound = max(bound, peak(values[part]))
         out[within(where, part)] += values[part].astype(out.dtype, copy=False) * scale
     return bound
@@ -214,8 +215,8 @@ def _dense_way(term: Levels, table: NDArray[Any], out: NDArray[Any]) -> Callable
 
 
 def _add_looked_up(table: NDArray[Any], out: NDArray[Any], q: NDArray[Any], where: Index) -> None:
-    for start in range(0, q.size, CHUNK):
-        chunk = slice(start, min(start + CHUNK, q.size))
+    for start in range(0, q.size, _PIECE):
+        chunk = slice(start, min(start + _PIECE, q.size))
         out[within(where, chunk)] += table.take(q[chunk], mode="clip")
 
 
@@ -224,12 +225,12 @@ def _add_even(table: NDArray[Any], out: NDArray[Any], q: NDArray[Any], where: sl
     steps = table.size - 1
     step, offset = table[-1] / steps - table[0] / steps, table[-1] / 2 + table[0] / 2
     target = out[where]
-    for start in range(0, q.size, CHUNK):
-        sum_ = target[start : start + CHUNK]
+    for start in range(0, q.size, _PIECE):
+        sum_ = target[start : start + _PIECE]
         if table.size % 2 and table.size < 256:
-            values = (q[start : start + CHUNK] - np.uint8(steps // 2)).view(np.int8).astype(np.float32)
+            values = (q[start : start + _PIECE] - np.uint8(steps // 2)).view(np.int8).astype(np.float32)
         else:
-            values = q[start : start + CHUNK].astype(np.float32)
+            values = q[start : start + _PIECE].astype(np.float32)
             values -= np.float32(steps / 2)
         values *= step
         if offset:
@@ -246,6 +247,6 @@ def _bits() -> NDArray[np.uint8]:
 def _add_pairs(rows: NDArray[Any], out: NDArray[Any], q: NDArray[Any], where: slice) -> None:
     """Of two levels: eight symbols make a byte, which names eight values in a row of `rows` (256, 8)."""
     target, packed = out[where], np.packbits(q, bitorder="little")
-    for start in range(0, packed.size, CHUNK // 8):
-        sum_ = target[8 * start : 8 * start + CHUNK]
-        sum_ += rows.take(packed[start : start + CHUNK // 8], axis=0, mode="clip").reshape(-1)[: sum_.size]
+    for start in range(0, packed.size, _PIECE // 8):
+        sum_ = target[8 * start : 8 * start + _PIECE]
+        sum_ += rows.take(packed[start : start + _PIECE // 8], axis=0, mode="clip").reshape(-1)[: sum_.size]

@@ -176,18 +176,20 @@ class BitReader:
 
     def take(self, widths: NDArray[np.int64]) -> NDArray[np.int64]:
         """The next fields, widths[i] from 0 to 48."""
-        ends = np.cumsum(widths) + self._position
-        if not ends.size or int(ends[-1]) == self._position:
+        start, ends = self._position, np.cumsum(widths) + self._position
+        if not ends.size or int(ends[-1]) == start:
             return np.zeros(widths.size, np.int64)
         if int(ends[-1]) > 8 * self._bytes.size:
             raise FrameError(f"bit fields: expected {int(ends[-1])} bits, got {8 * self._bytes.size}; truncated")
         self._position = int(ends[-1])
-        starts = ends - widths
-        values = np.zeros(widths.size, np.int64)
-        for place in range(_span(widths)):
-            index = np.minimum((starts >> 3) + place, self._bytes.size - 1)
-            values |= self._bytes[index].astype(np.int64) << 8 * place
-        return (values >> (starts & 7)) & ((np.int64(1) << widths) - 1)
+        first, last = start >> 3, self._position + 7 >> 3
+        padded = np.zeros(last - first + 8, np.uint8)
+        padded[: last - first] = self._bytes[first:last]
+        words = np.ndarray(last - first + 1, "<i8", padded, strides=(1,))  # eight bytes from each byte on
+        starts = ends - widths - 8 * first
+        values: NDArray[np.int64] = words[starts >> 3] >> (starts & 7)  # a field ends within seven bytes
+        values &= (1 << widths) - 1
+        return values
 
     def take_bounded(self, tops: NDArray[np.int64]) -> NDArray[np.int64]:
         """The next values in [0, tops[i]], see `BitWriter.put_bounded`."""
@@ -195,9 +197,10 @@ class BitReader:
         short = (np.int64(2) << widths) - (tops + 1)
         parts = self.take(widths)
         long = parts >= short
-        extra = np.zeros(parts.size, np.int64)
-        extra[long] = self.take(np.ones(np.count_nonzero(long), np.int64))
-        return np.where(long, 2 * parts + extra - short, parts)
+        places = np.flatnonzero(long)
+        if places.size:
+            parts[places] += parts[places] - short[places] + self.take(np.ones(places.size, np.int64))
+        return parts
 
     def finish(self) -> int:
         """Bytes consumed; raises FrameError when the rest of the last byte is not zero."""

@@ -1,6 +1,7 @@
 """The bench's rows as a table for the terminal and as a rate-distortion plot."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,7 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedcomp_simulations.bench.measure import Row
-from fedcomp_simulations.bench.server import ServerRow
+
+if TYPE_CHECKING:
+    from fedcomp_simulations.bench.server import ServerRow
 
 BIASED, UNBIASED, PEER = "#0072B2", "#D55E00", "#777777"
 LEAST_RATE = 0.003
@@ -43,7 +46,7 @@ def table(rows: list[Row]) -> Table:
     return sheet
 
 
-def server_table(rows: list[ServerRow]) -> Table:
+def server_table(rows: "list[ServerRow]") -> Table:
     """One line a codec: time from frames to the mean, and Flower's for uncompressed models in the same run."""
     first = rows[0]
     sheet = Table(
