@@ -4,7 +4,7 @@ The server asks for a plan round by round, so clients need to know nothing of sc
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fedcomp import _validate
@@ -72,6 +72,10 @@ class Schedule:
                         "float32 | 6: uniform(8) | 21: uniform(4) | every 10: float32"
                     )
         return cls.of(phases, full_every)
+
+    def with_gentle_share(self, share: float) -> "Schedule":
+        """The same with another gentle_share in every plan. Raises ConfigError if it is not from 0 to 1."""
+        return replace(self, phases=tuple((first, replace(plan, gentle_share=share)) for first, plan in self.phases))
 
     def plan(self, round: int) -> Plan:
         """The plan of a round, 1 being the first."""

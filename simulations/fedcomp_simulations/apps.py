@@ -65,7 +65,7 @@ def server_app(experiment: Experiment, method: Method, seed: int, on_round: OnRo
         _samples(experiment, seed)  # data that cannot be had must end the run here, not fail every client
         strategy = Compressed(
             make_strategy(experiment, method),
-            uplink=method.codec,
+            uplink=method.uplink,
             feedback=method.feedback,
             downlink=method.downlink,
             mixed_fleet=False,

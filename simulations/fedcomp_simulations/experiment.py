@@ -19,7 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fedcomp import Schedule, as_feedback
+from fedcomp import Plan, Schedule, as_feedback
 from fedcomp.errors import ConfigError
 from fedcomp.feedback import feedbacks
 from fedcomp.plan import as_plan
@@ -43,6 +43,7 @@ class Method:
     Attributes:
         codec: of the uploads: a codec or a schedule of codecs as text.
         feedback: what makes up for losses, as text.
+        gentle_share: of the smallest tensors, which get the codec's gentle companion, see fedcomp.Plan; 0: none do.
         downlink: "pack", "plain", or the codec of the global model's differences.
         strategy, strategy_options: in the place of the experiment's, such as FedAvgM as the twin of a feedback with
             momentum; "": the experiment's.
@@ -51,13 +52,14 @@ class Method:
     name: str
     codec: str
     feedback: str = "none"
+    gentle_share: float = Plan.gentle_share
     downlink: str = "pack"
     strategy: str = ""
     strategy_options: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         feedback = as_feedback(self.feedback)
-        for plan in Schedule.parse(self.codec).plans():
+        for plan in self.uplink.plans():
             feedback.check(plan)
         if self.downlink not in ("pack", "plain"):
             as_plan(self.downlink)
@@ -67,10 +69,16 @@ class Method:
             raise ConfigError("strategy_options: name the strategy of the method too")
 
     @property
+    def uplink(self) -> Schedule:
+        """The codec over the rounds."""
+        schedule = Schedule.parse(self.codec)
+        return schedule if self.gentle_share == Plan.gentle_share else schedule.with_gentle_share(self.gentle_share)
+
+    @property
     def uncompressed(self) -> bool:
         """Whether this is the plain float32 upload that others are compared with."""
         plain = self.feedback == "none" and self.downlink in ("pack", "plain") and not self.strategy
-        return plain and Schedule.parse(self.codec) == Schedule.parse("float32")
+        return plain and self.uplink == Schedule.parse("float32")
 
 
 @dataclass(frozen=True)
