@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fedcomp.entropy import decode_positions, decode_symbols, encode_positions, encode_symbols, models, rans
+from fedcomp.entropy import (
+    SparseSymbols,
+    decode_positions,
+    decode_symbols,
+    encode_positions,
+    encode_symbols,
+    models,
+    rans,
+)
 from fedcomp.entropy.bits import BitReader, BitWriter, bit_length, pack_bits, read_varint, unpack_bits, write_varint
 from fedcomp.errors import ConfigError, FedcompError, FrameError
 
@@ -442,3 +450,18 @@ def test_damage_in_the_coder_is_seen() -> None:
 def test_errors_are_fedcomp_errors() -> None:
     assert issubclass(FrameError, FedcompError)
     assert issubclass(ConfigError, FedcompError)
+
+
+def test_sparse_symbols_know_their_places_and_nothing_made_of_them_does() -> None:
+    symbols = np.full(1000, 7, np.uint8)
+    symbols[[3, 500, 999]] = 1, 9, 0
+    decoded, _ = decode_symbols(encode_symbols(symbols, 12), 1000, 12)
+    assert isinstance(decoded, SparseSymbols)
+    assert np.array_equal(decoded, symbols)
+    assert decoded.common == 7
+    assert decoded.places is not None
+    assert decoded.places.tolist() == [3, 500, 999]
+    for derived in (decoded[400:], decoded + 1, decoded.astype(np.uint16)):
+        assert getattr(derived, "places", None) is None
+    with pytest.raises(ValueError, match="read-only"):
+        decoded[0] = 1
