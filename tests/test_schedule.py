@@ -138,3 +138,11 @@ def test_divergence_of_outputs_judges_what_matters() -> None:
     assert codecs["loud"] == Uniform(1)
     assert kl_divergence(np.array([[0.5, 0.5]]), np.array([[0.5, 0.5]])) == 0
     assert kl_divergence(np.array([[1.0, 0.0]]), np.array([[0.5, 0.5]])) == pytest.approx(np.log(2))
+
+
+def test_the_gentle_share_can_be_set_for_all_phases() -> None:
+    schedule = Schedule.parse("sign | 6: uniform(8)").with_gentle_share(0.0)
+    assert [plan.gentle_share for plan in schedule.plans()] == [0, 0]
+    assert [str(plan.codec) for plan in schedule.plans()] == ["sign()", "uniform()"]
+    with pytest.raises(ConfigError, match="gentle_share"):
+        schedule.with_gentle_share(2)

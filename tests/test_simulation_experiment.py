@@ -38,12 +38,12 @@ def parse(text: str) -> Experiment:
 
 
 def test_shipped_experiments_load() -> None:
-    assert shipped() == ("mnist-cnn", "mnist-mlp")
+    assert shipped() == ("mnist-cnn", "mnist-feedback", "mnist-mlp")
     for name in shipped():
         experiment = load_experiment(name)
         assert experiment.name == name
         assert experiment.methods[0].uncompressed
-        assert len(experiment.methods) == 5
+        assert len(experiment.methods) >= 5
 
 
 def test_files_are_named_after_their_stem(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_integers_serve_as_numbers_and_the_rest_has_defaults() -> None:
         (('name = "plain"', ""), "methods, entry 1: key 'name' is missing"),
         (('"plain"', '"plain"\nbits = 3'), "methods, entry 1: unknown key 'bits'; available: name, codec, feedback"),
         (('"float32"', '"float23"'), "methods, entry 1: unknown codec 'float23'; known: .*sign"),
-        (('"float32"', '"float32"\nfeedback = "x"'), "unknown feedback 'x'; available: none, ef"),
+        (('"float32"', '"float32"\nfeedback = "x"'), "unknown feedback 'x'; known: none"),
         (('"float32"', '"float32"\n[[methods]]\nname="plain"\ncodec="sign"'), "methods: 'plain' is there twice"),
         (("alpha = 1", 'partition = "x"'), "unknown partition 'x'; available: dirichlet, iid"),
         (("alpha = 1", 'strategy = "x"'), "unknown strategy 'x'; available: fedadagrad, fedadam, fedavg"),
@@ -118,7 +118,7 @@ def test_error_feedback_is_refused_where_it_diverges() -> None:
 
 
 def test_unknown_experiments_list_the_shipped_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown experiment 'cifar'.*mnist-cnn, mnist-mlp"):
+    with pytest.raises(ConfigError, match=r"unknown experiment 'cifar'.*mnist-cnn, mnist-feedback, mnist-mlp"):
         load_experiment("cifar")
     (tmp_path / "latin.toml").write_bytes(b"# \xe9")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -133,7 +133,7 @@ def test_codecs_as_text_replace_the_methods() -> None:
     assert [method.name for method in changed.methods] == ["float32", "sign+ef", "int8"]
     assert changed.methods[0].uncompressed
     with pytest.raises(ConfigError, match="codec"):
-        parse_method("sign+dgc")
+        parse_method("sign+zip")
 
 
 def test_names_agree_with_what_exists() -> None:
@@ -181,3 +181,46 @@ def test_models_have_the_documented_size_and_start() -> None:
     assert not mlp["hidden.bias"].any()
     with pytest.raises(ConfigError, match="unknown model 'x'; available: cnn, mlp"):
         models.initial_arrays("x", 0)
+
+
+METHODS = """
+[[methods]]
+name = "cafe"
+codec = "topk(0.01) | 5: sign"
+feedback = "cafe(beta=0.8)"
+downlink = "uniform(8)"
+gentle_share = 0
+[[methods]]
+name = "twin"
+codec = "float32"
+strategy = "fedavgm"
+strategy_options = { server_momentum = 0.9 }
+"""
+
+
+def test_methods_choose_feedback_downlink_and_strategy() -> None:
+    _, cafe, twin = parse(SMALL + METHODS).methods
+    assert [plan.gentle_share for plan in cafe.uplink.plans()] == [0, 0]
+    assert not twin.uncompressed  # it is another strategy's float32
+    assert apps.make_strategy(parse(SMALL), twin).server_momentum == 0.9  # type: ignore[attr-defined]
+    assert type(apps.make_strategy(parse(SMALL), cafe)).__name__ == "FedAvg"
+    assert len({cafe, twin, Method("other", "sign")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ('feedback = "cafe(beta=1)"', "diverges"),
+        ('feedback = "often"', "unknown feedback 'often'"),
+        ('downlink = "zip"', "unknown codec 'zip'"),
+        ("gentle_share = 2", "gentle_share"),
+        ('strategy = "best"', "unknown strategy 'best'"),
+        ('strategy = "fedavg"\nstrategy_options = { eta = 1 }', "option of strategy 'fedavg'"),
+        ("strategy_options = { eta = 1 }", "name the strategy"),
+        ('feedback = "fetchsgd"', "sketches that add up"),
+    ],
+)
+def test_mistakes_in_methods_are_named(change: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        parse(f'{SMALL}[[methods]]\nname = "x"\ncodec = "sign"\n{change}\n')
+    assert "small.toml: methods, entry 2" in str(raised.value)
