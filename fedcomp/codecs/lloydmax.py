@@ -27,7 +27,6 @@ from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
 from fedcomp.terms import Term, scaled
 
-_MAX = np.finfo(np.float32).max
 _ROUNDS = 100
 
 
