@@ -126,7 +126,10 @@ def test_options_change_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["simulate", "cifar"], "unknown experiment 'cifar': no such file, and shipped are mnist-cnn, mnist-feedback, mnist-mlp"),
+        (
+            ["simulate", "cifar"],
+            "unknown experiment 'cifar': no such file, and shipped are mnist-cnn, mnist-feedback, mnist-mlp",
+        ),
         (["simulate", "--codec", "zip"], "unknown codec 'zip'; known: "),
         (["simulate", "--codec", "sign("], "codec 'sign(': cannot be read"),
         (["simulate", "--rounds", "0"], "rounds: expected at least 1, got 0"),

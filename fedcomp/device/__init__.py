@@ -23,11 +23,11 @@ def resolve(device: str) -> str:
 
 def running_sum(size: int, device: str) -> RunningSum:
     """An empty sum of vectors of `size` values on a device that `resolve` returned."""
-    if device == "cpu":
+    try:
+        from fedcomp.device.on_torch import CpuSum, TorchSum
+    except ImportError:
         return NumpySum(size)
-    from fedcomp.device.on_torch import TorchSum
-
-    return TorchSum(size, device)
+    return CpuSum(size) if device == "cpu" else TorchSum(size, device)
 
 
 def _accelerators() -> list[str]:

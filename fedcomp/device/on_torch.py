@@ -4,15 +4,90 @@ Every operation is deterministic: positions within one term are distinct, and te
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedcomp.device.running import joined
+from fedcomp.device.running import NumpySum, joined
+from fedcomp.entropy import SparseSymbols
 from fedcomp.layout import Vector
 from fedcomp.terms import Index, Levels, Product, Term, peak
+
+_FEW = 1024  # symbols below which calling torch costs more than it saves
+
+
+class CpuSum(NumpySum):
+    """The sum on the CPU: with numpy, but torch adds integers times a number in one pass where numpy takes three."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._shared = torch.from_numpy(self._total)  # the same memory
+        self._offsets = _Offsets()
+
+    def add(self, terms: Iterable[Term], weight: float) -> float:
+        """See RunningSum."""
+        rest: list[Term] = []
+        bound = 0.0
+        for term in terms:
+            steps = _steps(term) if isinstance(term, Levels) and term.q.size >= _FEW else None
+            if steps is None:
+                rest.append(term)
+            else:
+                bound = max(bound, term.peak())
+                self._shared[steps.where].add_(torch.from_numpy(steps.counts), alpha=weight * steps.step)
+                self._offsets.add(steps, weight)
+        return max(bound, super().add(rest, weight))
+
+    def result(self) -> Vector:
+        """See RunningSum."""
+        self._offsets.add_to(self._shared)
+        return super().result()
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Levels at equal distances: x[where] = offset + step * counts, for int8 counts (n,)."""
+
+    where: slice
+    counts: NDArray[np.int8]
+    step: float
+    offset: float
+
+
+def _steps(term: Levels) -> _Steps | None:
+    """The term as steps; None where levels are not of that kind, or are mostly zero and better added one by one."""
+    levels = term.table.size
+    if not isinstance(term.where, slice) or isinstance(term.q, SparseSymbols) or term.q.dtype != np.uint8:
+        return None
+    low, high = float(term.table[0]), float(term.table[-1])
+    if levels == 2:
+        return _Steps(term.where, term.q.view(np.int8), high - low, low)
+    if term.even and levels % 2 and levels < 256:  # from the middle, so that the counts cancel out as the values do
+        counts = (term.q - np.uint8(levels // 2)).view(np.int8)
+        return _Steps(term.where, counts, high / (levels - 1) - low / (levels - 1), low / 2 + high / 2)
+    return None
+
+
+class _Offsets:
+    """Sums of weighted offsets by place, which are added once in the end."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[int, int], float] = {}
+
+    def add(self, steps: _Steps, weight: float) -> None:
+        """Take in the offset of one term."""
+        if steps.offset:
+            place = (steps.where.start, steps.where.stop)
+            self._sums[place] = self._sums.get(place, 0.0) + weight * steps.offset
+
+    def add_to(self, total: torch.Tensor) -> None:
+        """Add what has come in so far, and forget it."""
+        for (start, stop), offset in self._sums.items():
+            total[start:stop] += offset
+        self._sums.clear()
 
 
 class TorchSum:
@@ -21,6 +96,7 @@ class TorchSum:
     def __init__(self, size: int, device: str) -> None:
         self._device = torch.device(device)
         self._total = torch.zeros(size, dtype=torch.float32, device=self._device)
+        self._offsets = _Offsets()
         self._waiting: dict[int, list[tuple[Product, float]]] = {}
         self._held = 0
 
@@ -34,6 +110,10 @@ class TorchSum:
                 self._held += term.left.size + term.right.size
             elif isinstance(term, Levels):
                 bound = max(bound, term.peak())
+                if (steps := _steps(term)) is not None:
+                    self._total[steps.where].add_(self._send(steps.counts), alpha=weight * steps.step)
+                    self._offsets.add(steps, weight)
+                    continue
                 table = self._send(term.table * np.float32(weight))
                 self._put(term.where, table.index_select(0, self._symbols(term.q)))
             else:
@@ -46,6 +126,7 @@ class TorchSum:
     def result(self) -> Vector:
         """See RunningSum."""
         self._flush()
+        self._offsets.add_to(self._total)
         values: Vector = self._total.cpu().numpy()
         return values
 
