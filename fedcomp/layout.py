@@ -67,6 +67,14 @@ class Layout:
         if len(set(names)) != len(names):
             raise LayoutError(f"tensor names must differ, got {sorted({n for n in names if names.count(n) > 1})} twice")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Layouts are keys of caches that every frame asks several times."""
+        return hash(self.tensors)
+
     @classmethod
     def of(cls, arrays: Arrays) -> "Layout":
         """Layout of named arrays, any byte order. Raises LayoutError for a dtype that models cannot hold."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fedcomp.device.running import NumpySum, joined
 from fedcomp.entropy import SparseSymbols
 from fedcomp.layout import Vector
-from fedcomp.terms import Index, Levels, Product, Term, peak
+from fedcomp.terms import Index, Levels, Product, Term, Values, peak
 
 _FEW = 1024  # symbols below which calling torch costs more than it saves
 
@@ -33,11 +33,15 @@ class CpuSum(NumpySum):
         bound = 0.0
         for term in terms:
             steps = _steps(term) if isinstance(term, Levels) and term.q.size >= _FEW else None
-            if steps is None:
+            if isinstance(term, Values) and not isinstance(term.where, slice):
+                bound = max(bound, peak(term.values))
+                places, values = torch.from_numpy(term.where), torch.from_numpy(_writeable(term.values))
+                self._shared.index_add_(0, places, values, alpha=weight)
+            elif steps is None:
                 rest.append(term)
             else:
                 bound = max(bound, term.peak())
-                self._shared[steps.where].add_(torch.from_numpy(steps.counts), alpha=weight * steps.step)
+                self._shared[steps.where].add_(torch.from_numpy(_writeable(steps.counts)), alpha=weight * steps.step)
                 self._offsets.add(steps, weight)
         return max(bound, super().add(rest, weight))
 
@@ -69,6 +73,11 @@ def _steps(term: Levels) -> _Steps | None:
         counts = (term.q - np.uint8(levels // 2)).view(np.int8)
         return _Steps(term.where, counts, high / (levels - 1) - low / (levels - 1), low / 2 + high / 2)
     return None
+
+
+def _writeable(values: NDArray[Any]) -> NDArray[Any]:
+    """The array, copied if it is read-only: torch warns of arrays that it must not write to, though it does not."""
+    return values if values.flags.writeable else values.copy()
 
 
 class _Offsets:
@@ -131,9 +140,7 @@ class TorchSum:
         return values
 
     def _send(self, values: NDArray[Any]) -> torch.Tensor:
-        if not values.flags.writeable:  # torch warns of arrays that it could write to
-            values = values.copy()
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+        return torch.from_numpy(np.ascontiguousarray(_writeable(values))).to(self._device)
 
     def _symbols(self, q: NDArray[Any]) -> torch.Tensor:
         if q.dtype == np.uint8:
