@@ -6,6 +6,7 @@ The server asks for a plan round by round, so clients need to know nothing of sc
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from fedcomp import _validate
 from fedcomp.codec import Codec, parse_codec
@@ -73,9 +74,10 @@ class Schedule:
                     )
         return cls.of(phases, full_every)
 
-    def with_gentle_share(self, share: float) -> "Schedule":
-        """The same with another gentle_share in every plan. Raises ConfigError if it is not from 0 to 1."""
-        return replace(self, phases=tuple((first, replace(plan, gentle_share=share)) for first, plan in self.phases))
+    def with_settings(self, *, gentle_share: float, min_size: int) -> "Schedule":
+        """The same with these settings in every plan, see Plan. Raises ConfigError for impossible ones."""
+        settings: dict[str, Any] = {"gentle_share": gentle_share, "min_size": min_size}
+        return replace(self, phases=tuple((first, replace(plan, **settings)) for first, plan in self.phases))
 
     def plan(self, round: int) -> Plan:
         """The plan of a round, 1 being the first."""

@@ -140,9 +140,11 @@ def test_divergence_of_outputs_judges_what_matters() -> None:
     assert kl_divergence(np.array([[1.0, 0.0]]), np.array([[0.5, 0.5]])) == pytest.approx(np.log(2))
 
 
-def test_the_gentle_share_can_be_set_for_all_phases() -> None:
-    schedule = Schedule.parse("sign | 6: uniform(8)").with_gentle_share(0.0)
-    assert [plan.gentle_share for plan in schedule.plans()] == [0, 0]
+def test_what_becomes_of_small_tensors_can_be_set_for_all_phases() -> None:
+    schedule = Schedule.parse("sign | 6: uniform(8)").with_settings(gentle_share=0.0, min_size=3)
+    assert [(plan.gentle_share, plan.min_size) for plan in schedule.plans()] == [(0, 3), (0, 3)]
     assert [str(plan.codec) for plan in schedule.plans()] == ["sign()", "uniform()"]
     with pytest.raises(ConfigError, match="gentle_share"):
-        schedule.with_gentle_share(2)
+        schedule.with_settings(gentle_share=2, min_size=0)
+    with pytest.raises(ConfigError, match="min_size"):
+        schedule.with_settings(gentle_share=0, min_size=-1)

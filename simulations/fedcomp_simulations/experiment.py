@@ -43,7 +43,7 @@ class Method:
     Attributes:
         codec: of the uploads: a codec or a schedule of codecs as text.
         feedback: what makes up for losses, as text.
-        gentle_share: of the smallest tensors, which get the codec's gentle companion, see fedcomp.Plan; 0: none do.
+        gentle_share, min_size: what becomes of small tensors, see fedcomp.Plan.
         downlink: "pack", "plain", or the codec of the global model's differences.
         strategy, strategy_options: in the place of the experiment's, such as FedAvgM as the twin of a feedback with
             momentum; "": the experiment's.
@@ -53,6 +53,7 @@ class Method:
     codec: str
     feedback: str = "none"
     gentle_share: float = Plan.gentle_share
+    min_size: int = Plan.min_size
     downlink: str = "pack"
     strategy: str = ""
     strategy_options: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -71,8 +72,7 @@ class Method:
     @property
     def uplink(self) -> Schedule:
         """The codec over the rounds."""
-        schedule = Schedule.parse(self.codec)
-        return schedule if self.gentle_share == Plan.gentle_share else schedule.with_gentle_share(self.gentle_share)
+        return Schedule.parse(self.codec).with_settings(gentle_share=self.gentle_share, min_size=self.min_size)
 
     @property
     def uncompressed(self) -> bool:

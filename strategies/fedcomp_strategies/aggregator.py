@@ -54,9 +54,13 @@ class Mean:
     failed: dict[int, FedcompError]
 
     def model(self, base: Arrays, integers: str = "mean") -> dict[str, Array]:
-        """The mean model: base plus mean update, in the replies' dtypes and base's order.
+        """The mean model, see `tensors`."""
+        return dict(self.tensors(base, integers))
 
-        Tensors of which there is neither an update nor a value stay as they are in the base.
+    def tensors(self, base: Arrays, integers: str = "mean") -> Iterator[tuple[str, Array]]:
+        """The tensors of the mean model one by one: base plus mean update, in the replies' dtypes and base's order.
+
+        Those of which there is neither an update nor a value stay as they are in the base.
 
         Args:
             base: what the update is added to: a model with the same tensors.
@@ -64,18 +68,16 @@ class Mean:
                 dtype and takes the largest of the replies.
         """
         _validate.one_of(choices=("mean", "max"), integers=integers)
-        model: dict[str, Array] = {}
         for name, start in base.items():
             dtype = np.dtype(self.dtypes.get(name, start.dtype))
             if name in self.update:
-                model[name] = _plus(start, self.update[name], dtype)
+                yield name, _plus(start, self.update[name], dtype)
             elif name not in self.verbatim:
-                model[name] = np.array(start)
+                yield name, np.array(start)
             elif name in self.largest:
-                model[name] = (self.verbatim if integers == "mean" else self.largest)[name]
+                yield name, (self.verbatim if integers == "mean" else self.largest)[name]
             else:
-                model[name] = self.verbatim[name].astype(dtype)
-        return model
+                yield name, self.verbatim[name].astype(dtype)
 
 
 class Aggregator:

@@ -44,6 +44,7 @@ from fedcomp_strategies.aggregator import Aggregator
 from fedcomp_strategies.averaging import averaged_metrics, averaged_reply, averages
 from fedcomp_strategies.downlink import Downlink
 from fedcomp_strategies.feedback import SERVER, ServerFeedback
+from fedcomp_strategies.records import views
 from fedcomp_strategies.replies import Reply, cause_of, check_weight, consistent, triage, weight_key, weight_of
 
 log = logging.getLogger("fedcomp")
@@ -102,7 +103,7 @@ class _Round:
         """The arrays that a node was sent, unpacked once however many nodes got them."""
         sent = self.sent[node]
         if id(sent) not in self._bases:
-            self._bases[id(sent)] = _numpy(sent)
+            self._bases[id(sent)] = views(sent)
         return self._bases[id(sent)]
 
 
@@ -255,7 +256,7 @@ class Compressed(Strategy):
             if record is not published:
                 if published is not None or not _has_floats(record):  # strategies with several models at once
                     continue
-                self._downlink.publish(_numpy(record), server_round)
+                self._downlink.publish(views(record), server_round)
                 published = record
             data = self._downlink.package(node, predictor)
             packed = Array(dtype="uint8", shape=(len(data),), stype=MODEL_STYPE, data=data)
@@ -338,7 +339,8 @@ class Compressed(Strategy):
         good = [reply.message for reply in opened if not reply.cause]
         buckets = self._request.plan.buckets(Layout.of(base))
         mean = self._feedback.step(mean, buckets, {m.metadata.src_node_id: weight_of(m, key) for m in good})
-        model = _record(mean.model(base, integers=self.integers))
+        model = ArrayRecord({name: Array(values) for name, values in mean.tensors(base, self.integers)})
+        del mean, aggregator  # a model each, which the strategy may need the room of
         arrays, _ = self.strategy.aggregate_train(server_round, [averaged_reply(good, model, key), *_errors(opened)])
         return opened, arrays, averaged_metrics(self.strategy, good)
 
@@ -491,7 +493,7 @@ class Compressed(Strategy):
         adapts = any(type(codec).adapt is not Codec.adapt for codec in plan.codecs())
         if not adapts and not self._feedback.learns:
             return
-        old, new = _numpy(before), _numpy(arrays)
+        old, new = views(before), views(arrays)
         with np.errstate(over="ignore", invalid="ignore"):
             update = {n: (new[n] - old[n]).astype(np.float32) for n in old if new[n].dtype.kind == "f"}
         finite = all(np.isfinite(u).all() for u in update.values())
@@ -528,8 +530,7 @@ def _has_floats(record: ArrayRecord) -> bool:
 
 
 def _is_finite(record: ArrayRecord) -> bool:
-    arrays = (array.numpy() for array in record.values() if array.stype == "numpy.ndarray")
-    return all(np.isfinite(values).all() for values in arrays if values.dtype.kind == "f")
+    return all(np.isfinite(values).all() for values in views(record).values() if values.dtype.kind == "f")
 
 
 def _errors(replies: list[Reply]) -> list[Message]:
