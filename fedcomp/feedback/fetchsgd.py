@@ -75,14 +75,33 @@ class FetchSGDServer:
         return self._error
 
     def step(self, mean: NDArray[Any], size: int) -> Vector:
-        """The step (size,) for the mean sketch (rows, columns) of a round."""
+        """The step (size,) for the mean sketch (rows, columns) of a round.
+
+        It has the wanted number of values, or half as many, or a quarter and so on, whichever leaves the least error:
+        in a table that is too small most estimates are noise, and applying them would lengthen the error until training
+        diverges. In the worst case it is zero.
+        """
         mean = mean.astype(np.float64)
         self._momentum = mean if self._momentum is None else self.feedback.momentum * self._momentum + mean
-        added = self.feedback.lr * self._momentum
-        error = added if self._error is None else self._error + added
+        error = self.feedback.lr * self._momentum + (0 if self._error is None else self._error)
         found = unsketch(error.astype(np.float32), size, self.codec.seed, self.codec.estimate)
-        kept = largest(found, max(1, round(self.feedback.fraction * size)))
-        step = np.zeros(size, np.float32)
-        step[kept] = found[kept]
-        self._error = error - sketch(step, error.shape[0], error.shape[1], self.codec.seed)
-        return step
+        kept = max(1, round(self.feedback.fraction * size))
+        best = np.zeros(size, np.float32)
+        self._error = error
+        while kept:
+            step = np.zeros(size, np.float32)
+            places = largest(found, kept)
+            step[places] = found[places]
+            left = error - sketch(step, error.shape[0], error.shape[1], self.codec.seed)
+            if _length(left) >= _length(self._error):
+                if best.any():
+                    break  # fewer values were only better while too many were noise
+            else:
+                best, self._error = step, left
+            kept //= 2
+        return best
+
+
+def _length(table: NDArray[np.float64]) -> float:
+    """Length of the vector behind a sketch (rows, columns): each row estimates its square."""
+    return float(np.median(np.einsum("ij,ij->i", table, table)))
