@@ -192,6 +192,7 @@ def test_ef21_learns_updates_that_stay_the_same() -> None:
             for n in ZERO
         }
         step = server.step(mean, here)
+        server.commit()
     for name, values in expected.items():
         assert np.allclose(step[name], values, atol=0.02 * np.abs(values).max())
 
@@ -256,7 +257,7 @@ def test_fetchsgd_keeps_what_it_did_not_apply() -> None:
         momentum = 0.5 * momentum + mean
         expected += 0.4 * momentum
         applied += server.step(mean, 640)
-    assert server.error is not None
+        server.commit()
     assert np.allclose(server.error + sketch(applied, 5, 60, 3), expected, atol=1e-3)
 
 
@@ -274,8 +275,51 @@ def test_fetchsgd_in_a_wide_table_is_momentum_and_error_feedback_with_top_k() ->
         expected = np.zeros(640, np.float32)
         expected[kept] = error[kept]
         got = server.step(sketch(x, 7, 1280, 3), 640)
+        server.commit()
         assert np.allclose(got, expected, atol=1e-5)
         error -= expected
+
+
+def test_steps_that_were_not_taken_never_happened() -> None:
+    """A round whose model is refused is not acknowledged: neither side may remember it."""
+    codec = CountSketch(rows=5, columns=200, seed=3)
+    fetch = [FetchSGDServer(FetchSGD(momentum=0.5, fraction=0.1), codec) for _ in range(2)]
+    ef21 = [EF21Server() for _ in range(2)]
+    for step in range(4):
+        table = sketch(np.random.default_rng(step).standard_normal(640, np.float32), 5, 200, 3)
+        mean = {"a": np.full(3, step, np.float32)}
+        steps = [
+            (f.step(table, 640).tolist(), e.step(mean, {step: 2.0})["a"].tolist())
+            for f, e in zip(fetch, ef21, strict=True)
+        ]
+        assert steps[0] == steps[1]
+        fetch[1].step(np.ones((5, 200)), 640)  # refused
+        ef21[1].step({"a": np.ones(3, np.float32)}, {9: 5.0})
+        fetch[1].step(table, 640)
+        ef21[1].step(mean, {step: 2.0})
+        for one, other in zip(fetch, ef21, strict=True):
+            one.commit()
+            other.commit()
+
+
+def test_ef21_goes_on_with_a_clients_first_weight() -> None:
+    server = EF21Server()
+    assert server.weight("c", 10.0) == 10.0
+    server.step({"a": np.ones(2, np.float32)}, {"c": 10.0})
+    assert server.weight("c", 99.0) == 99.0
+    server.commit()
+    assert server.weight("c", 99.0) == 10.0
+
+
+def test_fetchsgd_does_not_apply_noise() -> None:
+    """A table far too small for a dense update: the step would lengthen the error, so it is shortened."""
+    codec = CountSketch(rows=5, columns=16, seed=3)
+    server = FetchSGDServer(FetchSGD(momentum=0.9, lr=0.3, fraction=0.5), codec)
+    total = np.zeros(640, np.float32)
+    for step in range(60):
+        total += server.step(sketch(np.random.default_rng(step).standard_normal(640, np.float32), 5, 16, 3), 640)
+        server.commit()
+        assert np.linalg.norm(total) < 1000
 
 
 def test_fetchsgd_needs_sketches_that_add_up() -> None:

@@ -9,9 +9,9 @@ The scheme needs updates that change little from round to round, as full gradien
 local steps plain error feedback is better. It is here for comparison.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -46,24 +46,32 @@ class EF21(Feedback):
 
 
 class EF21Server:
-    """The sum of all clients' estimates, each times its client's weight."""
+    """The sum of all clients' estimates, each times its client's weight. A step counts only once it is committed."""
 
     def __init__(self) -> None:
         self._sum: dict[str, Vector] = {}
-        self._weights: dict[int, float] = {}
+        self._weights: dict[Hashable, float] = {}
+        self._pending = self._sum, self._weights
 
-    def step(self, mean: Mapping[str, Vector], weights: Mapping[int, float]) -> dict[str, Vector]:
+    def weight(self, client: Hashable, weight: float) -> float:
+        """The weight to average a client with: that of its first upload, with which its estimate is in the sum."""
+        return self._weights.get(client, weight)
+
+    def step(self, mean: Mapping[str, Vector], weights: Mapping[Any, float]) -> dict[str, Vector]:
         """The update of the global model, by tensor name.
 
         Args:
             mean: the weighted mean of what the clients of this round sent, by tensor name.
-            weights: of these clients, by node; a client's weight should stay the same.
+            weights: of these clients, as `weight` returns them.
         """
-        total = sum(weights.values())
-        self._weights |= weights
-        everybody = sum(self._weights.values())
+        total, everybody = sum(weights.values()), {**self._weights, **weights}
+        sums = dict(self._sum)
         for name, values in mean.items():
-            known = self._sum.get(name)
             added = values * np.float32(total)
-            self._sum[name] = added if known is None else known + added
-        return {name: values / np.float32(everybody) for name, values in self._sum.items()}
+            sums[name] = sums[name] + added if name in sums else added
+        self._pending = sums, everybody
+        return {name: values / np.float32(sum(everybody.values())) for name, values in sums.items()}
+
+    def commit(self) -> None:
+        """The last step was taken: its clients will be told so."""
+        self._sum, self._weights = self._pending

@@ -22,6 +22,8 @@ from fedcomp.feedback.scheme import Feedback, Slots, register
 from fedcomp.layout import Layout, Vector
 from fedcomp.plan import Plan
 
+Table = NDArray[np.float64]
+
 
 @register
 @dataclass(frozen=True)
@@ -61,17 +63,18 @@ class FetchSGD(Feedback):
 
 
 class FetchSGDServer:
-    """The server's half, for the tensors that are sketched together."""
+    """The server's half, for the tensors that are sketched together. A step counts only once it is committed."""
 
     def __init__(self, feedback: FetchSGD, codec: CountSketch) -> None:
         self.feedback = feedback
         self.codec = codec
-        self._momentum: NDArray[np.float64] | None = None
-        self._error: NDArray[np.float64] | None = None
+        self._momentum: Table | float = 0.0
+        self._error: Table | float = 0.0
+        self._pending: tuple[Table | float, Table | float] = 0.0, 0.0
 
     @property
-    def error(self) -> NDArray[np.float64] | None:
-        """S_e (rows, columns): the sketch of what has not been applied yet."""
+    def error(self) -> Table | float:
+        """S_e (rows, columns): the sketch of what has not been applied yet; 0 before the first step."""
         return self._error
 
     def step(self, mean: NDArray[Any], size: int) -> Vector:
@@ -81,27 +84,29 @@ class FetchSGDServer:
         in a table that is too small most estimates are noise, and applying them would lengthen the error until training
         diverges. In the worst case it is zero.
         """
-        mean = mean.astype(np.float64)
-        self._momentum = mean if self._momentum is None else self.feedback.momentum * self._momentum + mean
-        error = self.feedback.lr * self._momentum + (0 if self._error is None else self._error)
+        momentum: Table = self.feedback.momentum * self._momentum + mean.astype(np.float64)
+        error: Table = self.feedback.lr * momentum + self._error
         found = unsketch(error.astype(np.float32), size, self.codec.seed, self.codec.estimate)
         kept = max(1, round(self.feedback.fraction * size))
-        best = np.zeros(size, np.float32)
-        self._error = error
+        best, least = np.zeros(size, np.float32), error
         while kept:
             step = np.zeros(size, np.float32)
             places = largest(found, kept)
             step[places] = found[places]
             left = error - sketch(step, error.shape[0], error.shape[1], self.codec.seed)
-            if _length(left) >= _length(self._error):
-                if best.any():
-                    break  # fewer values were only better while too many were noise
-            else:
-                best, self._error = step, left
+            if _length(left) < _length(least):
+                best, least = step, left
+            elif best.any():
+                break  # fewer values were only better while too many of them were noise
             kept //= 2
+        self._pending = momentum, least
         return best
 
+    def commit(self) -> None:
+        """The last step was taken."""
+        self._momentum, self._error = self._pending
 
-def _length(table: NDArray[np.float64]) -> float:
-    """Length of the vector behind a sketch (rows, columns): each row estimates its square."""
+
+def _length(table: Table) -> float:
+    """Squared length of the vector behind a sketch (rows, columns): each row estimates it."""
     return float(np.median(np.einsum("ij,ij->i", table, table)))

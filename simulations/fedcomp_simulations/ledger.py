@@ -18,8 +18,8 @@ class Ledger:
 
     @property
     def bytes_down(self) -> int:
-        """Payload of all train messages to the clients."""
-        return sum(entry.bytes_down for entry in self.rounds)
+        """Payload of all messages to the clients."""
+        return sum(entry.bytes_down + entry.bytes_down_evaluate for entry in self.rounds)
 
     @property
     def messages(self) -> int:

@@ -6,7 +6,7 @@ sum and the parts of one reply.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate, decompress, wire
 from fedcomp.codecs.sketch import CountSketch, sketch
+from fedcomp.compressor import apply
 from fedcomp.device import resolve, running_sum
-from fedcomp.errors import ConfigError, FedcompError, FrameError, LayoutError
+from fedcomp.errors import ConfigError, FedcompError, LayoutError
 from fedcomp.layout import Arrays, Layout, Vector, check_finite, check_same_tensors
 from fedcomp.plan import Bucket, Plan
 from fedcomp.terms import MAX, Values, peak
@@ -88,6 +89,8 @@ class Aggregator:
         plan: what clients were asked for; frames made with another plan are left out.
         round: the server's round, likewise.
         device: where to sum: "auto", "cpu", "cuda", "cuda:1" or "mps".
+        exact: names of tensors that are integers, whatever the base's dtype: Flower's strategies make floats of them,
+            which clients turn back.
         tables: add up the tables of buckets coded by `sketch`, instead of what they decode to.
 
     >>> from fedcomp import TopK, compress, generator
@@ -100,16 +103,30 @@ class Aggregator:
     >>> aggregator.mean().model(base)["w"][:4].tolist()
     [0.0, 0.25, 0.0, 0.75]
 
+    Attributes:
+        buckets: the tensors that are coded together, by codec.
+
     Raises ConfigError for a device that is not there, or for tables of sketches that do not share a seed.
     """
 
-    def __init__(self, base: Arrays, plan: Plan, *, round: int, device: str = "auto", tables: bool = False) -> None:
+    def __init__(
+        self,
+        base: Arrays,
+        plan: Plan,
+        *,
+        round: int,
+        device: str = "auto",
+        tables: bool = False,
+        exact: Collection[str] = (),
+    ) -> None:
         if tables and any(isinstance(codec, CountSketch) and codec.seed == 0 for codec in plan.codecs()):
             raise ConfigError("tables: sketches with seed=0 cannot be added; give them all the same seed")
         self._base, self._plan, self._round, self._tables = base, plan, round, tables
         self._device = resolve(device)
         self._layout = Layout.of(base)
-        self._buckets = plan.buckets(self._layout)
+        dtypes = ("int64" if t.name in exact and t.is_float else t.dtype for t in self._layout.tensors)
+        self._kinds = plan.assign(meant := self._layout.with_dtypes(dtypes))
+        self.buckets = plan.buckets(meant)
         self._replies: dict[int, tuple[float, bytes | Arrays]] = {}
         self._shifts: list[tuple[int, float, Mapping[str, Vector]]] = []
         self._known_limits: dict[tuple[str, ...], list[float]] = {}
@@ -143,8 +160,8 @@ class Aggregator:
     def mean(self) -> Mean:
         """The mean of the replies that are good, summed in the order of their nodes.
 
-        A reply is left out, and told of in `failed`, if its frame is damaged or of another plan, round or model, if a
-        tensor changed between coded and verbatim, or if its model would not be finite.
+        A reply is left out, and told of in `failed`, if its frame is damaged or of another plan, round or model, or if
+        its model would not be finite.
         """
         failed: dict[int, FedcompError] = {}
         while True:
@@ -164,8 +181,9 @@ class Aggregator:
         Replies that cannot be read are added to the failed ones.
         """
         total = self._weight(failed)
-        scale = math.ldexp(1.0, -math.frexp(total)[1])  # a power of two: what failed replies weigh changes no bit
-        sums = [_BucketSum(bucket, self._device, self._tables) for bucket in self._buckets]
+        # A power of two, so that what failed replies weigh changes no bit; within what float64 can undo.
+        scale = math.ldexp(1.0, min(-math.frexp(total)[1], 1000))
+        sums = [_BucketSum(bucket, self._device, self._tables) for bucket in self.buckets]
         values, contents, suspects = _Values(), dict[int, Contents](), list[int]()
         for node in sorted(self._replies.keys() - failed.keys()):
             weight, content = self._replies[node]
@@ -178,8 +196,8 @@ class Aggregator:
             bounds = [bucket.add(opened, index, weight * scale) for index, bucket in enumerate(sums)]
             if any(bound > limit for bound, limit in zip(bounds, self._limits(opened.layout), strict=True)):
                 suspects.append(node)
-            if isinstance(opened, Contents):
-                contents[node] = replace(opened, parts=[], verbatim={})
+            if (said := opened if isinstance(opened, Contents) else opened.contents) is not None:
+                contents[node] = replace(said, parts=[], verbatim={})
         for shift, weight in self._shared_shifts(failed):
             for bucket in sums:
                 bucket.add_vectors(shift.get, weight * scale)
@@ -202,35 +220,30 @@ class Aggregator:
     def _open(self, content: bytes | Arrays) -> "Contents | _Plain":
         """A checked reply. Raises FedcompError."""
         if isinstance(content, bytes):
-            opened = wire.unpack(content, self._layout, plan=self._plan, round=self._round)
-            self._check_kinds(opened.layout)
-            return opened
+            contents = wire.unpack(content, self._layout, plan=self._plan, round=self._round)
+            if self._plan.assign(contents.layout) == self._kinds:
+                return contents
+            return self._as_plain(apply(contents, self._base), contents)
         check_same_tensors(self._base, content, "uncompressed reply")
-        layout = Layout.of({name: content[name] for name in self._base})
-        self._check_kinds(layout)
         for name, values in content.items():
             if values.dtype.kind == "f":
                 check_finite(name, values)
-        return _Plain(layout, {t.name: content[t.name] for t in self._plan.verbatim(layout)}, self._base, content)
+        return self._as_plain(content, None)
 
-    def _check_kinds(self, layout: Layout) -> None:
-        """Raise FrameError unless the tensors are in the buckets where the base's are."""
-        expected, got = self._plan.assign(self._layout), self._plan.assign(layout)
-        for tensor, ours, theirs in zip(layout.tensors, expected, got, strict=True):
-            if ours != theirs:
-                raise FrameError(
-                    f"tensor {tensor.name!r} of dtype {tensor.dtype} would be sent as {theirs or 'verbatim'}, expected "
-                    f"{ours or 'verbatim'}; clients must not turn floating-point tensors into integers, or back"
-                )
+    def _as_plain(self, model: Arrays, contents: Contents | None) -> "_Plain":
+        """A model whose tensors may be of other kinds than most replies'."""
+        layout = Layout.of({name: model[name] for name in self._base})
+        verbatim = {t.name: model[t.name] for t, c in zip(layout.tensors, self._kinds, strict=True) if c is None}
+        return _Plain(layout, verbatim, self._base, model, contents)
 
     def _limits(self, layout: Layout) -> list[float]:
         """For each bucket a magnitude that may be added to all values of the base in the replies' dtypes."""
-        dtypes = {tensor.name: tensor.dtype for tensor in layout.tensors}
+        own = {name: values.dtype.name for name, values in self._base.items()}
+        dtypes = {t.name: t.dtype if t.is_float else own[t.name] for t in layout.tensors}
         key = tuple(dtypes.values())
         if key not in self._known_limits:
             self._known_limits[key] = [
-                min(_room(self._base[t.name], dtypes[t.name]) for t in bucket.layout.tensors)
-                for bucket in self._buckets
+                min(_room(self._base[t.name], dtypes[t.name]) for t in bucket.layout.tensors) for bucket in self.buckets
             ]
         return self._known_limits[key]
 
@@ -260,12 +273,13 @@ class Aggregator:
 
 @dataclass(frozen=True)
 class _Plain:
-    """An uncompressed reply that has been checked."""
+    """A reply as a whole model that has been checked: an uncompressed one, or one with tensors of unusual kinds."""
 
     layout: Layout
     verbatim: dict[str, Array]
     base: Arrays
     model: Arrays
+    contents: Contents | None  # of the frame that it came in, if any
 
     def update(self, name: str) -> Vector:
         """What the client adds to a tensor."""

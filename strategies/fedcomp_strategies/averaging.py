@@ -1,14 +1,28 @@
 """Strategies that only average what clients send: they can be given the mean alone, summed straight from the frames."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedProx, FedYogi, Strategy
+from flwr.serverapp.strategy import (
+    Bulyan,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedMedian,
+    FedProx,
+    FedTrimmedAvg,
+    FedYogi,
+    MultiKrum,
+    Strategy,
+)
 
 from fedcomp_strategies.replies import weight_of
 
 _AVERAGING = (FedAvg, FedAvgM, FedProx, FedAdagrad, FedAdam, FedYogi)
+_WEIGHTLESS = (FedMedian, FedTrimmedAvg, MultiKrum, Bulyan)  # and Krum, which is a MultiKrum
 
 
 def averages(strategy: Strategy) -> bool:
@@ -36,10 +50,24 @@ def averaged_reply(replies: Sequence[Message], model: ArrayRecord, key: str) -> 
     return Message(content=content, metadata=first.metadata)  # type: ignore[call-overload, no-any-return]
 
 
-def averaged_metrics(strategy: FedAvg, replies: Sequence[Message]) -> MetricRecord | None:
-    """What the strategy's own function makes of the metrics of all replies."""
+def ignores_weights(strategy: Strategy) -> bool:
+    """Whether a reply counts as much as any other, whatever it weighs; also below privacy wrappers."""
+    inner: Any = strategy
+    while not isinstance(inner, _WEIGHTLESS) and hasattr(inner, "strategy"):
+        inner = inner.strategy
+    return isinstance(inner, _WEIGHTLESS)
+
+
+@contextmanager
+def metrics_of(strategy: FedAvg, replies: Sequence[Message]) -> Iterator[None]:
+    """Have the strategy make its metrics of those of all these replies, whatever it is given to average."""
+    real = strategy.train_metrics_aggr_fn
     contents = [_without_arrays(message.content) for message in replies]
-    return strategy.train_metrics_aggr_fn(contents, strategy.weighted_by_key)
+    strategy.train_metrics_aggr_fn = lambda _, key: real(contents, key)
+    try:
+        yield
+    finally:
+        strategy.train_metrics_aggr_fn = real
 
 
 def _without_arrays(content: Mapping[str, Any]) -> RecordDict:

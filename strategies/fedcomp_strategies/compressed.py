@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedYogi, Strategy
-from numpy.typing import NDArray
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Strategy
 
 from fedcomp import (
-    EF21,
+    CAFe,
     Codec,
     ConfigError,
     FedcompError,
@@ -35,51 +34,26 @@ from fedcomp import (
 )
 from fedcomp.compressor import apply
 from fedcomp.device import resolve
-from fedcomp.layout import Layout, check_finite, check_same_tensors, is_float_dtype
+from fedcomp.layout import Layout, Vector, check_finite, check_same_tensors
 from fedcomp.monitor import Monitor, Sink
 from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, Request
 from fedcomp.schedule import Schedule, as_schedule
 from fedcomp_strategies.acks import Acknowledgements
 from fedcomp_strategies.aggregator import Aggregator
-from fedcomp_strategies.averaging import averaged_metrics, averaged_reply, averages
+from fedcomp_strategies.averaging import averaged_reply, averages, ignores_weights, metrics_of
 from fedcomp_strategies.downlink import Downlink
 from fedcomp_strategies.feedback import SERVER, ServerFeedback
-from fedcomp_strategies.records import views
-from fedcomp_strategies.replies import Reply, cause_of, check_weight, consistent, triage, weight_key, weight_of
+from fedcomp_strategies.records import Model, copies, has_floats, identity, is_finite, nbytes, to_record, views
+from fedcomp_strategies.replies import Reply, cause_of, triage, triage_evaluation, weight_key, weight_of
+from fedcomp_strategies.traffic import RoundTraffic, payload
 
 log = logging.getLogger("fedcomp")
 
 DROPPED = "fedcomp-dropped-"
 """Prefix of the metrics that count dropped replies by cause."""
 
-Model = dict[str, NDArray[Any]]
-
-
-@dataclass(frozen=True)
-class RoundTraffic:
-    """What one train round moved.
-
-    Attributes:
-        round: number of the round.
-        messages: train messages sent.
-        uploads: models or frames that arrived, refused ones included.
-        failures: messages without a usable reply: none came in time, an error, or one that was refused.
-        bytes_up: payload that arrived: the length of every frame; of plain replies, of their serialized arrays.
-        bytes_down: payload sent: the packed or serialized model, predictor and request of every message.
-        dropped: replies that were not used, by cause (see replies.CAUSES).
-        resets: uploads of clients whose memory was lost, damaged or too old and started again from zero.
-        shortened: uploads of clients whose residual was longer than allowed.
-    """
-
-    round: int
-    messages: int = 0
-    uploads: int = 0
-    failures: int = 0
-    bytes_up: int = 0
-    bytes_down: int = 0
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    resets: int = 0
-    shortened: int = 0
+_UNASKED = ("foreign", "repeated")
+"""Causes of replies that the inner strategy hears nothing of."""
 
 
 @dataclass
@@ -91,20 +65,48 @@ class _Round:
         asked: messages by node.
         sent: the model that the inner strategy sent to each node that was asked for a frame.
         packed: nodes that got the model as a package.
+        told: the model as those nodes hold it, where the downlink loses something.
     """
 
     arrays: ArrayRecord
     asked: Counter[int] = field(default_factory=Counter)
     sent: dict[int, ArrayRecord] = field(default_factory=dict)
     packed: set[int] = field(default_factory=set)
-    _bases: dict[int, Model] = field(default_factory=dict)
+    told: Model = field(default_factory=dict)
+    _bases: dict[Any, Model] = field(default_factory=dict)
 
     def base(self, node: int) -> Model:
-        """The arrays that a node was sent, unpacked once however many nodes got them."""
+        """The arrays that a node was meant to be sent, unpacked once however many nodes got them."""
         sent = self.sent[node]
-        if id(sent) not in self._bases:
-            self._bases[id(sent)] = views(sent)
-        return self._bases[id(sent)]
+        if identity(sent) not in self._bases:
+            self._bases[identity(sent)] = views(sent)
+        return self._bases[identity(sent)]
+
+    def corrected(self, node: int, model: Model, names: Iterable[str]) -> Model:
+        """A client's model, with these tensors as if the client had been told the global model without loss."""
+        if node not in self.packed or not self.told:
+            return model
+        base = self.base(node)
+        moved = {
+            n: model[n] + (base[n] - self.told[n]) for n in names if model[n].dtype.kind == base[n].dtype.kind == "f"
+        }
+        return model | {name: np.asarray(values, model[name].dtype) for name, values in moved.items()}
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What came of the replies of a round.
+
+    Attributes:
+        replies: as they came out: those that were refused along the way are marked.
+        arrays, metrics: of the inner strategy.
+        update: the mean update of the coded tensors, if feedback wants to see it and it was computed.
+    """
+
+    replies: list[Reply]
+    arrays: ArrayRecord | None = None
+    metrics: MetricRecord | None = None
+    update: Mapping[str, Vector] | None = None
 
 
 class Compressed(Strategy):
@@ -155,37 +157,55 @@ class Compressed(Strategy):
         self.traffic: list[RoundTraffic] = []
         self.monitor = monitor
         self.integers = integers
-        self.device = str(resolve(device))
+        self.device = resolve(device)
         self._mixed = mixed_fleet
-        self._monitors: dict[int, Monitor] = {}
         self._schedule = as_schedule(uplink)
-        self._learnt: dict[Plan, Plan] = {}
         self._feedback = ServerFeedback(as_feedback(feedback), seed)
         self._downlink = None if downlink == "plain" else Downlink(None if downlink == "pack" else downlink, seed)
         self._request = Request(self._schedule.plan(1), 0, self._feedback.feedback, seed, _new_session())
-        self._acks = Acknowledgements()
-        self._aware: set[int] = set()
-        self._round: _Round | None = None
         self._check(strategy)
+        self._forget_training()
 
     def _check(self, strategy: Strategy) -> None:
         """Refuse what cannot work before the run, and say what will not work well."""
-        feedback = self._feedback.feedback
-        for plan in self._schedule.plans():
+        feedback, name = self._feedback.feedback, type(strategy).__name__
+        plans = self._schedule.plans()
+        for plan in plans:
             feedback.check(plan)
-        if self._feedback.needs_mean and not averages(strategy):
+        if self._feedback.needs_mean and (not averages(strategy) or self.monitor is not None):
             raise ConfigError(
-                f"feedback {feedback.name!r} computes with the mean of all updates, which "
-                f"{type(strategy).__name__} does not take; use one that averages, such as FedAvg, or feedback='ef'"
+                f"feedback {feedback.name!r} computes with the mean of all updates, which {name} does not take, or a "
+                "monitor prevents; use a strategy that averages, such as FedAvg, without a monitor, or feedback='ef'"
             )
+        if isinstance(feedback, FetchSGD) and len({plan.codec for plan in plans}) > 1:
+            raise ConfigError("feedback 'fetchsgd' adds sketches over rounds: the schedule must keep to one sketch")
+        if isinstance(feedback, CAFe) and self._downlink is None:
+            raise ConfigError("feedback 'cafe' sends its predictor in packages: downlink must not be 'plain'")
         if isinstance(strategy, FedAdam | FedYogi | FedAdagrad) and not isinstance(feedback, NoFeedback):
             log.warning(
                 "feedback %s under %s: adaptive server steps lose accuracy with biased codecs and feedback; "
-                "an unbiased codec such as eden(0.1) without feedback holds up better",
-                feedback, type(strategy).__name__,
+                "an unbiased codec such as eden(0.1) without feedback holds up better", feedback, name,
             )  # fmt: skip
+        if isinstance(strategy, FedAvgM) and isinstance(feedback, CAFe) and strategy.server_momentum:
+            log.warning(
+                "feedback %s carries momentum itself: it does not go well with the momentum of %s", feedback, name
+            )
+        if name.startswith("DifferentialPrivacy") and feedback.slots:
+            log.warning("feedback %s under %s: residuals carry what was not noised from round to round", feedback, name)
         if type(strategy).start is not Strategy.start:
-            log.warning("%s has a start() of its own, which the wrapped strategy does not use", type(strategy).__name__)
+            log.warning("%s has a start() of its own, which the wrapped strategy does not use", name)
+
+    def _forget_training(self) -> None:
+        """Begin as if nothing had been sent or received before."""
+        self._acks = Acknowledgements()
+        self._aware: set[int] = set()
+        self._exact: frozenset[str] | None = None
+        self._learnt: dict[Plan, Plan] = {}
+        self._monitors: dict[int, Monitor] = {}
+        self._round: _Round | None = None
+        self._feedback.restart()
+        if self._downlink is not None:
+            self._downlink.restart()
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the wrapped strategy, for code that reads them."""
@@ -205,30 +225,41 @@ class Compressed(Strategy):
     ) -> Iterable[Message]:
         """The inner strategy's train messages, each with the request for this round."""
         if server_round <= self._request.round:  # another training with the same strategy
-            self._restart()
-        planned = self._schedule.plan(server_round)
-        plan = self._feedback.feedback.plan(self._learnt.get(planned, planned), server_round)
+            self._request = replace(self._request, session=_new_session())
+            self._forget_training()
+        if self._exact is None:
+            self._exact = frozenset(name for name, values in views(arrays).items() if values.dtype.kind != "f")
+        plan = self._feedback.feedback.plan(self._learnt_plan(server_round), server_round)
         self._request = replace(self._request, round=server_round, plan=plan, feedback=self._feedback.feedback)
         messages = list(self.strategy.configure_train(server_round, arrays, config, grid))
         asked = Counter(message.metadata.dst_node_id for message in messages)
         self._round = _Round(arrays, asked)
         told = self._tell_acks(grid, set(asked))
+        readable = {identity(r) for m in messages for r in m.content.array_records.values() if self._can_code(r)}
         for message in messages:
-            records = message.content.array_records
+            records = list(message.content.array_records.values())
             node = message.metadata.dst_node_id
-            if len(records) == 1 and asked[node] == 1:  # others could not be told apart: these nodes reply plainly
-                self._round.sent[node] = next(iter(records.values()))
+            # Two replies of one node could not be told apart: such nodes reply plainly.
+            if len(records) == 1 and asked[node] == 1 and identity(records[0]) in readable:
+                self._round.sent[node] = records[0]
                 message.content = _with_config(message.content, {KEY: self._request.to_text(), **told.get(node, {})})
         self._pack(messages, server_round, self._feedback.predictor_frame)
-        self._measure_down(server_round, messages)
+        self.traffic.append(RoundTraffic(server_round, messages=len(messages), bytes_down=payload(messages)))
         return messages
 
-    def _restart(self) -> None:
-        self._request = replace(self._request, session=_new_session())
-        self._acks, self._aware = Acknowledgements(), set()
-        self._feedback.restart()
-        if self._downlink is not None:
-            self._downlink.restart()
+    def _learnt_plan(self, server_round: int) -> Plan:
+        planned = self._schedule.plan(server_round)
+        return self._learnt.get(planned, planned)
+
+    def _can_code(self, record: ArrayRecord) -> bool:
+        """Whether it is a model of dtypes that frames can be about; others pass through as they are."""
+        try:
+            Layout.of(views(record))
+        except LayoutError as error:
+            if not self.traffic:  # once
+                log.warning("models are sent and received uncompressed: %s", error)
+            return False
+        return True
 
     def _tell_acks(self, grid: Grid, nodes: set[int]) -> dict[int, dict[str, Any]]:
         """What to tell each node about its former uploads."""
@@ -253,23 +284,17 @@ class Compressed(Strategy):
             if (self._mixed and node not in self._aware) or len(sent) != 1:
                 continue
             ((key, record),) = sent.items()
-            if record is not published:
-                if published is not None or not _has_floats(record):  # strategies with several models at once
-                    continue
+            if published is None and has_floats(record) and self._can_code(record):
                 self._downlink.publish(views(record), server_round)
-                published = record
+                published = identity(record)
+            if identity(record) != published:  # strategies with several models at once
+                continue
             data = self._downlink.package(node, predictor)
             packed = Array(dtype="uint8", shape=(len(data),), stype=MODEL_STYPE, data=data)
-            record = records.setdefault(data, ArrayRecord({KEY: packed}))
-            message.content = RecordDict({**message.content, key: record})
+            message.content = RecordDict({**message.content, key: records.setdefault(data, ArrayRecord({KEY: packed}))})
             self._round.packed.add(node)
-
-    def _measure_down(self, server_round: int, messages: list[Message]) -> None:
-        nbytes = sum(_nbytes(record) for m in messages for record in m.content.array_records.values())
-        for config in (c for m in messages for c in m.content.config_records.values()):
-            nbytes += len(str(config.get(KEY, "")).encode())
-            nbytes += 8 * (1 if ACK in config else len(config.get(ACKS, ())))  # type: ignore[arg-type]
-        self.traffic.append(RoundTraffic(server_round, messages=len(messages), bytes_down=nbytes))
+        if published is not None and self._downlink.plan is not None:
+            self._round.told = dict(self._downlink.told)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -278,6 +303,8 @@ class Compressed(Strategy):
         messages = list(self.strategy.configure_evaluate(server_round, arrays, config, grid))
         self._round = _Round(arrays)
         self._pack(messages, server_round)
+        if messages:
+            self._count(server_round, bytes_down_evaluate=payload(messages))
         return messages
 
     # --- up ----------------------------------------------------------------------------------------------------------
@@ -295,104 +322,138 @@ class Compressed(Strategy):
         replies = list(replies)
         key = weight_key(self.strategy)
         opened = triage(replies, sent.asked, server_round, key)
-        handle = self._average if self._takes_mean(sent, opened) else self._hand_over
-        opened, arrays, metrics = handle(server_round, opened, sent, key)
-        used = {r.node: r.notes for r in opened if not r.cause and r.notes is not None and _counts(r.message, key)}
-        self._confirm(opened, sent)
-        self._account(replies, opened, sent, list(used.values()))
-        if arrays is not None and not _is_finite(arrays):
+        if self._takes_mean(sent, opened):
+            outcome = self._average(server_round, opened, sent, str(key))
+        else:
+            outcome = self._hand_over(server_round, opened, sent, key)
+        used = {
+            reply.node: reply.notes
+            for reply in outcome.replies
+            if not reply.cause and reply.notes is not None and self._counts(reply.message, key)
+        }
+        self._confirm(outcome.replies, sent)
+        self._account(replies, outcome.replies, sent, list(used.values()))
+        arrays = outcome.arrays
+        if arrays is not None and not is_finite(arrays):
             log.error("round %d: the aggregated model is not finite, the old model stays", server_round)
             arrays = None
         if arrays is None:
             self._feedback.learn(None, {}, server_round)
         else:
+            self._feedback.commit()
             for node, notes in used.items():
                 self._acks.accept(node, server_round, notes.number)
-            self._learn(sent.arrays, arrays)
-        return arrays, self._count_dropped(metrics)
+            self._learn(sent.arrays, arrays, outcome.update)
+        if self._feedback.out_of_step:
+            log.warning("round %d: a client has lost its memory, so all begin anew with feedback", server_round)
+            self._request = replace(self._request, session=_new_session())
+            self._acks = Acknowledgements()
+            self._feedback.restart()
+        return arrays, self._count_dropped(outcome.metrics)
 
     def _takes_mean(self, sent: _Round, replies: list[Reply]) -> bool:
         """Whether the inner strategy can be given the mean.
 
         So it is if it averages, all replies are about one model of floats, and no monitor wants to see each of them.
         """
-        good = [reply.node for reply in replies if not reply.cause]
-        models = [sent.sent.get(node) for node in good]
-        if not models or models[0] is None or any(model is not models[0] for model in models):
+        models = [sent.sent.get(reply.node) for reply in replies if not reply.cause]
+        if not models or models[0] is None or self.monitor is not None or not averages(self.strategy):
             return False
-        return self.monitor is None and averages(self.strategy) and _has_floats(models[0])
+        known = identity(models[0])
+        return has_floats(models[0]) and all(model is not None and identity(model) == known for model in models)
 
-    def _average(
-        self, server_round: int, replies: list[Reply], sent: _Round, key: str | None
-    ) -> tuple[list[Reply], ArrayRecord | None, MetricRecord | None]:
-        """Hand the inner strategy one reply with the mean. Returns also the replies as they came out."""
-        assert isinstance(self.strategy, FedAvg) and key is not None  # noqa: PT018  (for type checkers)
+    def _average(self, server_round: int, replies: list[Reply], sent: _Round, key: str) -> _Outcome:
+        """Hand the inner strategy one reply with the mean."""
+        assert isinstance(self.strategy, FedAvg)
         base = next(sent.base(reply.node) for reply in replies if not reply.cause)
-        tables = isinstance(self._request.feedback, FetchSGD)
-        aggregator = Aggregator(base, self._request.plan, round=server_round, device=self.device, tables=tables)
-        opened = [self._collect(reply, aggregator, sent, key) for reply in replies]
+        aggregator = Aggregator(
+            base,
+            self._request.plan,
+            round=server_round,
+            device=self.device,
+            tables=isinstance(self._request.feedback, FetchSGD),
+            exact=self._exact or (),
+        )
+        weights = {
+            reply.node: self._feedback.weight(reply.node, reply.notes, weight_of(reply.message, key))
+            for reply in replies
+            if not reply.cause
+        }
+        opened = [self._collect(reply, aggregator, sent, weights) for reply in replies]
         mean = aggregator.mean()
         failed = mean.failed
         opened = [r.refused(cause_of(failed[r.node]), failed[r.node]) if r.node in failed else r for r in opened]
         if not self._any_weight(server_round, opened, key):
-            return opened, None, None
-        good = [reply.message for reply in opened if not reply.cause]
-        buckets = self._request.plan.buckets(Layout.of(base))
-        mean = self._feedback.step(mean, buckets, {m.metadata.src_node_id: weight_of(m, key) for m in good})
+            return _Outcome(opened)
+        good = [reply for reply in opened if not reply.cause]
+        framed = sum(weights[r.node] for r in good if r.notes is not None and r.node in sent.packed) / mean.weight
+        for name, values in mean.verbatim.items():  # from clients that were told the model with a loss
+            if framed and sent.told and base[name].dtype.kind == "f":
+                mean.verbatim[name] = np.asarray(values + framed * (base[name].astype(np.float64) - sent.told[name]))
+        mean = self._feedback.step(mean, aggregator.buckets, {reply.node: weights[reply.node] for reply in good})
         model = ArrayRecord({name: Array(values) for name, values in mean.tensors(base, self.integers)})
+        update = mean.update if self._feedback.learns else None
+        largest = mean.largest if self.integers == "max" else {}
         del mean, aggregator  # a model each, which the strategy may need the room of
-        arrays, _ = self.strategy.aggregate_train(server_round, [averaged_reply(good, model, key), *_errors(opened)])
-        return opened, arrays, averaged_metrics(self.strategy, good)
+        messages = [reply.message for reply in good]
+        with metrics_of(self.strategy, messages):
+            averaged = averaged_reply(messages, model, key)
+            arrays, metrics = self.strategy.aggregate_train(server_round, [averaged, *_errors(opened)])
+        if arrays is not None:
+            arrays = ArrayRecord({**arrays, **{name: Array(values) for name, values in largest.items()}})
+        return _Outcome(opened, arrays, metrics, update)
 
-    def _collect(self, reply: Reply, aggregator: Aggregator, sent: _Round, key: str) -> Reply:
+    def _collect(self, reply: Reply, aggregator: Aggregator, sent: _Round, weights: Mapping[int, float]) -> Reply:
         """Give a reply to the aggregator, which tells later whether it was any good."""
         if reply.cause:
             return reply
-        weight = weight_of(reply.message, key)
         try:
-            if reply.array is not None:
+            if reply.array is None or reply.notes is not None:  # what is wrong with other frames is told below
                 self._feedback.check(reply.notes)
-                aggregator.add(reply.frame(), weight, node=reply.node)
-            elif isinstance(self._request.feedback, EF21):
-                raise LayoutError("feedback 'ef21' needs clients with fedcomp, this one replied uncompressed")
+            if reply.array is not None:
+                aggregator.add(reply.frame(), weights[reply.node], node=reply.node)
             else:
-                aggregator.add_plain(self._plain(reply, sent), weight, node=reply.node)
+                aggregator.add_plain(self._plain(reply, sent), weights[reply.node], node=reply.node)
         except FedcompError as error:
             return reply.refused(cause_of(error), error)
         return reply
 
-    def _hand_over(
-        self, server_round: int, replies: list[Reply], sent: _Round, key: str | None
-    ) -> tuple[list[Reply], ArrayRecord | None, MetricRecord | None]:
-        """Hand the inner strategy every client's model. Returns as _average does."""
+    def _hand_over(self, server_round: int, replies: list[Reply], sent: _Round, key: str | None) -> _Outcome:
+        """Hand the inner strategy every client's model."""
+        if self._feedback.needs_mean and any(not reply.cause for reply in replies):
+            log.error(
+                "round %d: feedback %s needs the mean of updates of one model, but nodes were sent different ones; the "
+                "old model stays", server_round, self._request.feedback,
+            )  # fmt: skip
+            return _Outcome(replies)
         opened = [self._open(reply, sent) for reply in replies]
         if not self._any_weight(server_round, opened, key):
             self.strategy.aggregate_train(server_round, _errors(opened))
-            return opened, None, None
+            return _Outcome(opened)
         messages = [reply.message for reply in opened if reply.cause not in _UNASKED]
-        arrays, metrics = self.strategy.aggregate_train(server_round, messages)
-        return opened, arrays, metrics
+        return _Outcome(opened, *self.strategy.aggregate_train(server_round, messages))
 
     def _open(self, reply: Reply, sent: _Round) -> Reply:
         """The reply with a whole model in it, or an error reply that says why it was refused."""
         if reply.cause or reply.node not in sent.sent:
             return reply
         try:
-            if reply.array is None and not _has_floats(sent.sent[reply.node]):
+            if reply.array is None and not has_floats(sent.sent[reply.node]):
                 return reply  # nothing that we asked for, such as the trees of FedXgbBagging
+            self._feedback.check(reply.notes)
             model = self._plain(reply, sent) if reply.array is None else self._decode(reply, sent)
         except FedcompError as error:
             return reply.refused(cause_of(error), error)
         ((key, _),) = reply.message.content.array_records.items()
-        content = RecordDict({**reply.message.content, key: _record(model)})
+        content = RecordDict({**reply.message.content, key: to_record(model)})
         message: Message = Message(content=content, metadata=reply.message.metadata)  # type: ignore[call-overload]
         return replace(reply, message=message)
 
     def _decode(self, reply: Reply, sent: _Round) -> Model:
         base = sent.base(reply.node)
         contents = wire.unpack(reply.frame(), Layout.of(base), plan=self._request.plan, round=self._request.round)
-        self._feedback.check(contents.notes)
         model = apply(contents, self._feedback.shifted(base) if contents.notes.predicted else base)
+        model = sent.corrected(reply.node, model, contents.verbatim)
         if self.monitor is not None:
             node = self._monitors.setdefault(reply.node, Monitor(self.monitor))
             node.observe(self._request.round, base, model)
@@ -405,7 +466,7 @@ class Compressed(Strategy):
         """
         base = sent.base(reply.node)
         try:
-            model = _numpy(next(iter(reply.message.content.array_records.values())))
+            model = copies(next(iter(reply.message.content.array_records.values())))
         except Exception as error:  # whatever numpy says of a stranger's bytes, they must not end the run
             raise LayoutError(f"uncompressed reply cannot be read: {error}") from error
         check_same_tensors(base, model, "uncompressed reply")
@@ -413,25 +474,28 @@ class Compressed(Strategy):
         for name, values in model.items():
             if values.dtype.kind == "f":
                 check_finite(name, values)
-        told = self._downlink.told if self._downlink is not None and reply.node in sent.packed else base
-        return {name: _moved(model[name], told[name], base[name]) for name in base}
+        return sent.corrected(reply.node, {name: model[name] for name in base}, base)
 
     def _any_weight(self, server_round: int, replies: list[Reply], key: str | None) -> bool:
-        """Whether any reply counts; if not, say so. A strategy that weighs nothing counts all."""
+        """Whether any reply counts; if not, say so."""
         good = [reply.message for reply in replies if not reply.cause]
         if not good:
             log.error("round %d: none of %d replies can be used, the old model stays", server_round, len(replies))
-        elif not any(_counts(message, key) for message in good):
+        elif not any(self._counts(message, key) for message in good):
             log.error("round %d: all replies have weight zero, the old model stays", server_round)
         else:
             return True
         return False
 
+    def _counts(self, message: Message, key: str | None) -> bool:
+        """Whether a reply has an influence on the inner strategy's model."""
+        return key is None or weight_of(message, key) != 0 or ignores_weights(self.strategy)
+
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The inner strategy's evaluation, without replies that are inconsistent or have an impossible weight."""
         sent, self._round = self._round or _Round(ArrayRecord()), None
         key = weight_key(self.strategy)
-        checked = consistent([check_weight(Reply(m, "error" if m.has_error() else ""), key) for m in replies])
+        checked = triage_evaluation(replies, key)
         self._confirm(checked, sent)
         return self.strategy.aggregate_evaluate(server_round, [reply.message for reply in checked])
 
@@ -440,15 +504,23 @@ class Compressed(Strategy):
     def _confirm(self, replies: list[Reply], sent: _Round) -> None:
         """Remember which nodes understand packages, and which of them hold the model of this round."""
         for reply in replies:
-            if reply.array is not None:
+            if reply.notes is not None:
                 self._aware.add(reply.node)
+            elif sent.sent and reply.cause in ("error", "stale"):  # perhaps it cannot read packages any more
+                self._aware.discard(reply.node)
             if self._downlink is None or reply.node not in sent.packed:
                 continue
-            if reply.cause in ("error", "stale"):  # perhaps it could not read the package
+            if reply.cause == "stale" or (reply.notes is not None and getattr(reply.notes, "unkept", False)):
                 self._downlink.forget(reply.node)
-                self._aware.discard(reply.node)
-            else:
+            elif not reply.cause:
                 self._downlink.confirm(reply.node)
+
+    def _count(self, server_round: int, **counts: Any) -> RoundTraffic:
+        """Set counts in the traffic of a round, which is begun where somebody else made the messages."""
+        if not self.traffic or self.traffic[-1].round != server_round:
+            self.traffic.append(RoundTraffic(server_round))
+        self.traffic[-1] = replace(self.traffic[-1], **counts)
+        return self.traffic[-1]
 
     def _account(self, replies: list[Message], opened: list[Reply], sent: _Round, used: list[wire.Notes]) -> None:
         """Complete the round's traffic, and log what was dropped and reset."""
@@ -457,16 +529,13 @@ class Compressed(Strategy):
         causes = Counter(reply.cause for reply in opened if reply.cause)
         answered = Counter(reply.node for reply in opened if reply.cause not in _UNASKED)
         causes["missing"] = sum((sent.asked - answered).values())
-        good = sum(not reply.cause for reply in opened)
-        traffic = self.traffic[-1] if self.traffic else RoundTraffic(0)
-        if traffic.round != round_ or not sent.asked:  # somebody else made the messages
-            traffic = RoundTraffic(round_, messages=len(opened))
-            self.traffic.append(traffic)
-        self.traffic[-1] = replace(
-            traffic,
+        messages = sent.asked.total() or len(opened)
+        traffic = self._count(
+            round_,
+            messages=messages,
             uploads=len(arrived),
-            failures=max(traffic.messages - good, 0),
-            bytes_up=sum(_nbytes(record) for m in arrived for record in m.content.array_records.values()),
+            failures=max(messages - sum(not reply.cause for reply in opened), 0),
+            bytes_up=sum(nbytes(record) for m in arrived for record in m.content.array_records.values()),
             dropped={cause: count for cause, count in sorted(causes.items()) if count},
             resets=sum(notes.reset for notes in used),
             shortened=sum(notes.shortened for notes in used),
@@ -474,78 +543,46 @@ class Compressed(Strategy):
         for reply in opened:
             if reply.cause:
                 log.warning("round %d: node %d: %s", round_, reply.node, reply.message.error.reason)
-        if self.traffic[-1].dropped:
-            log.warning("round %d: replies dropped by cause: %s", round_, self.traffic[-1].dropped)
+        if traffic.dropped:
+            log.warning("round %d: replies dropped by cause: %s", round_, traffic.dropped)
+        if traffic.resets:
+            log.warning("round %d: %d clients had lost what feedback remembers", round_, traffic.resets)
         if arrived:
             parameters = sum(math.prod(array.shape) for array in sent.arrays.values())
-            self._feedback.warn_of_starvation(8 * self.traffic[-1].bytes_up / len(arrived) / max(parameters, 1))
-        if self.traffic[-1].resets:
-            log.warning("round %d: %d clients had lost what feedback remembers", round_, self.traffic[-1].resets)
+            self._feedback.warn_of_starvation(8 * traffic.bytes_up / len(arrived) / max(parameters, 1))
 
     def _count_dropped(self, metrics: MetricRecord | None) -> MetricRecord | None:
         """The metrics with the counts of this round's dropped replies by cause, for the strategy's result."""
         dropped = {f"{DROPPED}{cause}": count for cause, count in self.traffic[-1].dropped.items()}
         return MetricRecord({**(metrics or {}), **dropped}) if dropped else metrics
 
-    def _learn(self, before: ArrayRecord, arrays: ArrayRecord) -> None:
-        """Let feedback, and codecs with shared side information, look at the update of the global model."""
-        plan, round_ = self._request.plan, self._request.round
+    def _learn(self, before: ArrayRecord, arrays: ArrayRecord, update: Mapping[str, Vector] | None) -> None:
+        """Let feedback, and codecs with shared side information, look at what has happened to the global model."""
+        round_ = self._request.round
+        plan = self._learnt_plan(round_)
         adapts = any(type(codec).adapt is not Codec.adapt for codec in plan.codecs())
         if not adapts and not self._feedback.learns:
             return
         old, new = views(before), views(arrays)
         with np.errstate(over="ignore", invalid="ignore"):
-            update = {n: (new[n] - old[n]).astype(np.float32) for n in old if new[n].dtype.kind == "f"}
-        finite = all(np.isfinite(u).all() for u in update.values())
-        coded = [tensor.name for bucket in plan.buckets(Layout.of(old)) for tensor in bucket.layout.tensors]
-        self._feedback.learn({name: update[name] for name in coded} if finite else None, new, round_)
+            moved = {n: (new[n] - old[n]).astype(np.float32) for n in old if new[n].dtype.kind == "f"}
+        finite = all(np.isfinite(values).all() for values in moved.values())
+        if self._feedback.learns:  # where no mean was computed, the model's own move has to do
+            coded = [tensor.name for bucket in plan.buckets(Layout.of(new)) for tensor in bucket.layout.tensors]
+            seen = update if update is not None else {name: moved[name] for name in coded} if finite else None
+            self._feedback.learn(seen, new, round_)
         if adapts and finite:
+            layout = Layout.of({n: new[n] for n in moved})
             rng = generator(self._request.seed, round_, SERVER)
-            layout = Layout.of({n: new[n] for n in update})
-            self._learnt[self._schedule.plan(round_)] = plan.adapt(update, layout, rng)
-
-
-_UNASKED = ("foreign", "repeated")
-"""Causes of replies that the inner strategy hears nothing of."""
-
-
-def _numpy(record: Mapping[str, Array]) -> Model:
-    return {name: array.numpy() for name, array in record.items()}
-
-
-def _record(model: Model) -> ArrayRecord:
-    return ArrayRecord({name: Array(values) for name, values in model.items()})
-
-
-def _nbytes(record: ArrayRecord) -> int:
-    return sum(len(array.data) for array in record.values())
+            self._learnt[self._schedule.plan(round_)] = plan.adapt(moved, layout, rng)
 
 
 def _new_session() -> str:
     return secrets.token_hex(4)
 
 
-def _has_floats(record: ArrayRecord) -> bool:
-    return any(array.stype == "numpy.ndarray" and is_float_dtype(array.dtype) for array in record.values())
-
-
-def _is_finite(record: ArrayRecord) -> bool:
-    return all(np.isfinite(values).all() for values in views(record).values() if values.dtype.kind == "f")
-
-
 def _errors(replies: list[Reply]) -> list[Message]:
     return [reply.message for reply in replies if reply.cause and reply.cause not in _UNASKED]
-
-
-def _counts(message: Message, key: str | None) -> bool:
-    return key is None or weight_of(message, key) != 0
-
-
-def _moved(values: NDArray[Any], start: NDArray[Any], to: NDArray[Any]) -> NDArray[Any]:
-    """A tensor of a model trained from `start`, as if it had been trained from `to`."""
-    if start is to or values.dtype.kind != "f" or np.array_equal(start, to):
-        return values
-    return np.asarray(values + (to - start), values.dtype)
 
 
 def _with_config(content: RecordDict, told: dict[str, Any]) -> RecordDict:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from fedcomp import (
     FetchSGD,
     FrameError,
     Layout,
+    LayoutError,
     Plan,
     Rule,
     compress,
@@ -42,6 +43,11 @@ class ServerFeedback:
     Args:
         feedback: the scheme.
         seed: feeds the randomness of the predictor's codec.
+
+    Attributes:
+        feedback: the scheme as clients are asked for it; CAFe's beta may have been lowered.
+        predictor, predictor_frame: CAFe's, as clients decode it, and as it is sent; None: there is none.
+        out_of_step: whether a client has lost what the server counts on, so that the training must begin anew.
     """
 
     def __init__(self, feedback: Feedback, seed: int) -> None:
@@ -56,8 +62,10 @@ class ServerFeedback:
         self.predictor_frame: bytes | None = None
         self._guard = CAFeGuard(self._given.beta) if isinstance(self._given, CAFe) else None
         self._ef21 = EF21Server()
+        self._clients: dict[int, Hashable] = {}
         self._fetchsgd: dict[Layout, FetchSGDServer] = {}
         self._warned = False
+        self.out_of_step = False
 
     @property
     def needs_mean(self) -> bool:
@@ -75,9 +83,22 @@ class ServerFeedback:
         return {name: values + taken[name] if name in taken else values for name, values in base.items()}
 
     def check(self, notes: wire.Notes | None) -> None:
-        """Raise FrameError for a frame that is a difference to a predictor that was not sent."""
+        """Raise FrameError for a reply that the scheme cannot compute with."""
         if notes is not None and notes.predicted:
             self._known()
+        if isinstance(self.feedback, EF21) and notes is None:
+            raise LayoutError("feedback 'ef21' needs clients with fedcomp, this one replied uncompressed")
+        if isinstance(self.feedback, EF21) and notes is not None and notes.reset:
+            self.out_of_step = True
+            raise FrameError("the client has lost the estimate that the server still counts; all begin anew")
+
+    def weight(self, node: int, notes: wire.Notes | None, weight: float) -> float:
+        """The weight to average a node with. EF21 goes on with a client's first one, also under another node id."""
+        if not isinstance(self.feedback, EF21) or notes is None:
+            return weight
+        if notes.number is not None:
+            self._clients[node] = ("number", notes.number)
+        return self._ef21.weight(self._clients.get(node, node), weight)
 
     def step(self, mean: Mean, buckets: Sequence[Bucket], weights: Mapping[int, float]) -> Mean:
         """The mean with the update that the scheme makes of it.
@@ -90,12 +111,19 @@ class ServerFeedback:
         if isinstance(self.feedback, FetchSGD):
             return replace(mean, update=mean.update | self._fetch(self.feedback, mean, buckets))
         if isinstance(self.feedback, EF21):
-            return replace(mean, update=self._ef21.step(mean.update, weights))
+            clients = {self._clients.get(node, node): weight for node, weight in weights.items()}
+            return replace(mean, update=self._ef21.step(mean.update, clients))
         predicted = sum(weights[node] for node, contents in mean.contents.items() if contents.notes.predicted)
         if not predicted:
             return mean
         predictor, factor = self._known(), np.float32(self._beta * (predicted / mean.weight))
         return replace(mean, update={name: x + factor * predictor[name] for name, x in mean.update.items()})
+
+    def commit(self) -> None:
+        """The model that came of the last step was accepted."""
+        self._ef21.commit()
+        for server in self._fetchsgd.values():
+            server.commit()
 
     def _known(self) -> Update:
         if self.predictor is None:

@@ -1,20 +1,54 @@
-"""Flower's records as numpy arrays without a copy: a server that holds large models cannot afford many of them."""
+"""Flower's records as numpy arrays, without a copy where possible: servers cannot afford many of a large model."""
 
 from collections.abc import Mapping
 from io import BytesIO
 from typing import Any
 
 import numpy as np
-from flwr.app import Array
+from flwr.app import Array, ArrayRecord
 from numpy.lib import format as npy
 from numpy.typing import NDArray
+
+from fedcomp.layout import is_float_dtype
+
+Model = dict[str, NDArray[Any]]
 
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
-def views(record: Mapping[str, Array]) -> dict[str, NDArray[Any]]:
+def views(record: Mapping[str, Array]) -> Model:
     """The arrays of a record by name, read-only; those of other serialization types than Flower's own are left out."""
     return {name: _view(array) for name, array in record.items() if array.stype == "numpy.ndarray"}
+
+
+def copies(record: Mapping[str, Array]) -> Model:
+    """The arrays of a record as Flower itself reads them, with all its checks. Raises whatever numpy does."""
+    return {name: array.numpy() for name, array in record.items()}
+
+
+def to_record(model: Mapping[str, NDArray[Any]]) -> ArrayRecord:
+    """A record of the arrays."""
+    return ArrayRecord({name: Array(values) for name, values in model.items()})
+
+
+def nbytes(record: Mapping[str, Array]) -> int:
+    """Serialized bytes of a record."""
+    return sum(len(array.data) for array in record.values())
+
+
+def identity(record: Mapping[str, Array]) -> tuple[tuple[str, int], ...]:
+    """The same for records that hold the same objects, as those of one round usually do."""
+    return tuple((name, id(array.data)) for name, array in record.items())
+
+
+def has_floats(record: Mapping[str, Array]) -> bool:
+    """Whether there is anything in it that a codec could compress."""
+    return any(array.stype == "numpy.ndarray" and is_float_dtype(array.dtype) for array in record.values())
+
+
+def is_finite(record: Mapping[str, Array]) -> bool:
+    """Whether no tensor holds NaN or infinity."""
+    return all(np.isfinite(values).all() for values in views(record).values() if values.dtype.kind == "f")
 
 
 def _view(array: Array) -> NDArray[Any]:

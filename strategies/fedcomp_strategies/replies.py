@@ -11,11 +11,10 @@ from flwr.serverapp.strategy import Strategy
 from fedcomp import FrameError, LayoutError, NonFiniteError, wire
 from fedcomp.errors import RoundError
 from fedcomp.request import STYPE
+from fedcomp_strategies.aggregator import LARGEST_WEIGHT
 
 BAD_REPLY = 900
 """Error code of a reply that arrived but was refused; the reason says why."""
-
-LARGEST_WEIGHT = 1e18
 
 CAUSES = ("error", "stale", "non-finite", "late", "repeated", "foreign", "damaged", "mismatch", "weight", "missing")
 """Why a reply is dropped: the client failed; it lost the model that it should have held; its update is not finite; the
@@ -52,7 +51,7 @@ class Reply:
 
     def frame(self) -> bytes:
         """The frame. Raises FrameError if the reply holds something else besides."""
-        ((_, record),) = self.message.content.array_records.items()
+        record = next(iter(self.message.content.array_records.values()))
         if len(record) != 1 or (array := next(iter(record.values()))).stype != STYPE:
             raise FrameError(f"expected one array of type {STYPE}, got {[array.stype for array in record.values()]}")
         return array.data
@@ -79,21 +78,31 @@ def triage(messages: Iterable[Message], asked: Counter[int], round: int, key: st
         round: the round that frames must be of.
         key: the metric by which replies are weighed; None: they are not.
     """
-    replies = sorted(map(Reply, messages), key=lambda reply: reply.node)
+    replies = sorted(map(Reply, messages), key=lambda reply: (reply.node, _content(reply)))
     replies = list(_known([_checked(reply, round, key) for reply in replies], asked))
-    return consistent(replies)
+    return _consistent(replies, 1, key)
+
+
+def triage_evaluation(messages: Iterable[Message], key: str | None) -> list[Reply]:
+    """Replies to evaluate messages, those refused that have no place in the inner strategy's evaluation."""
+    return _consistent([_checked(Reply(message), 0, key) for message in messages], 0, key)
+
+
+def _content(reply: Reply) -> bytes:
+    """What tells apart two replies of one node, so that no order of arrival decides between them."""
+    return reply.array.data if reply.array is not None else b""
 
 
 def _checked(reply: Reply, round: int, key: str | None) -> Reply:
     if reply.message.has_error():
         reason = reply.message.error.reason
-        said = {"StaleModelError": "stale", "NonFiniteError": "non-finite"}
+        said = {"StaleModelError": "stale", "FrameError": "stale", "NonFiniteError": "non-finite"}
         return replace(reply, cause=next((cause for name, cause in said.items() if name in str(reason)), "error"))
     array = reply.array
     seen = wire.peek(array.data) if array is not None and array.stype == STYPE else None
     if seen is not None and seen[0] != round:
         return reply.refused("late", f"frame is for round {seen[0]}, expected round {round}")
-    return check_weight(replace(reply, notes=seen and seen[1]), key)
+    return _check_weight(replace(reply, notes=seen and seen[1]), key)
 
 
 def _known(replies: list[Reply], asked: Counter[int]) -> Iterator[Reply]:
@@ -110,7 +119,7 @@ def _known(replies: list[Reply], asked: Counter[int]) -> Iterator[Reply]:
             yield reply
 
 
-def check_weight(reply: Reply, key: str | None) -> Reply:
+def _check_weight(reply: Reply, key: str | None) -> Reply:
     """The reply, refused if its weight is missing, negative or no finite number."""
     if reply.cause or key is None:
         return reply
@@ -120,8 +129,17 @@ def check_weight(reply: Reply, key: str | None) -> Reply:
     return reply.refused("weight", f"expected the metric {key!r} from 0 to {LARGEST_WEIGHT:g}, got {weight}")
 
 
-def consistent(replies: list[Reply]) -> list[Reply]:
-    """Refuse replies whose records differ in kind from most others', which would make Flower end the whole run."""
+def _consistent(replies: list[Reply], models: int, key: str | None) -> list[Reply]:
+    """Refuse replies that would make Flower end the whole run.
+
+    Those are replies with more or fewer records than Flower takes, and those whose records differ from most others'.
+
+    Args:
+        replies: those that were refused already are left alone.
+        models: how many array records a reply must have.
+        key: the metric by which replies are weighed; None: they are not, and may do without metrics.
+    """
+    replies = [reply if reply.cause else _countable(reply, models, key) for reply in replies]
     kinds = ["" if reply.cause else _kind(reply.message) for reply in replies]
     usual = Counter(kind for kind in kinds if kind).most_common(1)
     return [
@@ -130,6 +148,15 @@ def consistent(replies: list[Reply]) -> list[Reply]:
         else reply.refused("mismatch", f"expected the records {usual[0][0]}, as most clients send, got {kind}")
         for reply, kind in zip(replies, kinds, strict=True)
     ]
+
+
+def _countable(reply: Reply, models: int, key: str | None) -> Reply:
+    content = reply.message.content
+    found = len(content.array_records), len(content.metric_records)
+    if (found[0] != models and models) or (found[1] != 1 and key is not None):
+        wanted = f"{models} ArrayRecord and 1 MetricRecord" if models else "1 MetricRecord"
+        return reply.refused("mismatch", f"expected {wanted}, got {found[0]} ArrayRecords and {found[1]} MetricRecords")
+    return reply
 
 
 def weight_key(strategy: Strategy) -> str | None:
