@@ -421,3 +421,327 @@ def test_dgc_asks_for_more_values_at_first() -> None:
 def test_memories_of_one_scheme_do_not_serve_another() -> None:
     assert fedcomp.as_feedback("ef").slots != fedcomp.as_feedback("ef21").slots
     assert Sign().contractive
+
+
+# --- what reviews have found -----------------------------------------------------------------------------------------
+
+
+INTEGERS = {**start_model(), "position_ids": np.arange(32), "mask": np.arange(40) % 2 == 0}
+
+
+def torch_like(message: Message, context: Context, call_next: Any) -> Message:
+    """Buffers keep their dtype at the client, whatever the server makes of them."""
+    given = arrays(message.content.array_records["arrays"])
+    reply: Message = call_next(message, context)
+    model = arrays(reply.content.array_records["arrays"])
+    kept = {name: given[name].astype(INTEGERS[name].dtype) for name in ("position_ids", "mask")}
+    kept["bn.num_batches_tracked"] = model["bn.num_batches_tracked"].astype(np.int64)
+    reply.content["arrays"] = record({**model, **kept})
+    return reply
+
+
+@pytest.mark.parametrize("kind", [FedAvg, FedAvgM, FedAdam, FedMedian])
+@pytest.mark.parametrize("integers", ["mean", "max"])
+@pytest.mark.parametrize("uplink", ["int8", "sketch(ratio=4)"])
+def test_large_integer_buffers_do_not_stop_training(kind: Any, integers: str, uplink: str) -> None:
+    """Position ids and masks: Flower hands them out as float64 from the second round on, clients reply integers."""
+    feedback = "fetchsgd" if uplink.startswith("sketch") and kind is not FedMedian else "none"
+    strategy = Compressed(kind(**QUIET), uplink=uplink, integers=integers, feedback=feedback)
+    model = run(strategy, [mod(), torch_like], rounds=4, model=INTEGERS)
+    assert [t.failures for t in strategy.traffic] == [0] * 4
+    if kind is FedAvg:
+        assert np.array_equal(model["position_ids"], np.arange(32))
+
+
+@pytest.mark.parametrize("kind", [FedAvg, FedAvgM, FedAdam])
+def test_the_largest_integer_keeps_its_dtype_through_every_strategy(kind: Any) -> None:
+    """c06"""
+    strategy = Compressed(kind(**QUIET), uplink="int8", integers="max")
+    model = run(strategy, [mod(), torch_like], rounds=3, model=INTEGERS)
+    assert {n: v.dtype for n, v in model.items() if INTEGERS[n].dtype.kind != "f"} == {
+        n: v.dtype for n, v in INTEGERS.items() if v.dtype.kind != "f"
+    }
+    assert int(model["bn.num_batches_tracked"]) == 3 * CLIENTS
+    assert np.array_equal(model["mask"], INTEGERS["mask"])
+
+
+def test_clients_that_turn_weights_into_integers_are_refused() -> None:
+    def whole(reply: Message, context: Context, round_: int) -> None:
+        if context.node_config["partition-id"] == 2:
+            model = arrays(reply.content.array_records["arrays"])
+            reply.content["arrays"] = record({**model, "fc.weight": model["fc.weight"].astype(np.int64)})
+
+    strategy = fedavg()
+    run(strategy, [mod()], rounds=2, fault=whole)
+    assert [t.dropped for t in strategy.traffic] == [{"damaged": 1}, {"damaged": 1}]
+
+
+@pytest.mark.parametrize("kind", [FedAvg, FedAvgM, FedAdam])
+def test_cafe_predicts_the_mean_update_not_the_servers_step(kind: Any) -> None:
+    """An optimiser's step may be many times as long: re-applying it would be a feedback loop."""
+    options = {"server_momentum": 0.9} if kind is FedAvgM else {}
+    drifts = {}
+    for feedback in ("none", "cafe"):
+        strategy = Compressed(kind(**options, **QUIET), uplink=UPLINK, feedback=feedback, mixed_fleet=False)
+        model = run(strategy, [mod()], rounds=25)
+        drifts[feedback] = float(np.linalg.norm(model["fc.weight"] - start_model()["fc.weight"]))
+    exact = run(kind(**options, **QUIET), [], rounds=25)
+    limit = 1.5 * float(np.linalg.norm(exact["fc.weight"] - start_model()["fc.weight"]))
+    assert drifts["cafe"] < limit
+
+
+@pytest.mark.parametrize("kind", [FedMedian, Krum])
+def test_robust_strategies_have_packed_models_and_predictors_in_mixed_fleets_too(kind: Any) -> None:
+    strategy = Compressed(kind(**QUIET), uplink=UPLINK, feedback="cafe", downlink="uniform(8)")
+    grid, _ = train(strategy, [mod()], rounds=4)
+    assert [sum(map(packed, messages)) for messages in grid.sent] == [0, CLIENTS, CLIENTS, CLIENTS]
+    assert strategy.traffic[3].bytes_down < 0.5 * strategy.traffic[0].bytes_down
+
+
+def test_evaluate_messages_are_in_the_ledger() -> None:
+    grid, _ = train(Compressed(FedAvg(), uplink="int8"), [strategy_mod := mod()], evaluate=True)
+    assert strategy_mod.models is not None
+    strategy = Compressed(FedAvg(), uplink="int8", downlink="uniform(8)", mixed_fleet=False)
+    grid, _ = train(strategy, [mod()], evaluate=True)
+    for messages, traffic in zip(grid.sent[1::2], strategy.traffic, strict=True):
+        sent = sum(len(a.data) for m in messages for r in m.content.array_records.values() for a in r.values())
+        assert messages[0].metadata.message_type == "evaluate"
+        assert traffic.bytes_down_evaluate == sent > 0
+    assert len(strategy.traffic) == 3
+
+
+@pytest.mark.parametrize("feedback", ["ef21", "fetchsgd"])
+def test_schemes_of_the_mean_refuse_monitors_and_several_models(
+    feedback: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Personal(FedAvg):
+        def configure_train(self, *args: Any, **options: Any) -> Iterable[Message]:
+            messages = list(super().configure_train(*args, **options))
+            for index, message in enumerate(messages):
+                model = arrays(message.content.array_records["arrays"])
+                changed = {**model, "fc.bias": model["fc.bias"] + np.float32(index)}
+                message.content = RecordDict({**message.content, "arrays": record(changed)})
+            return messages
+
+    uplink: Any = CountSketch(columns=50) if feedback == "fetchsgd" else TopK(0.1)
+    with pytest.raises(ConfigError, match="a monitor prevents"):
+        Compressed(FedAvg(), uplink=uplink, feedback=feedback, monitor=lambda stats: None)
+    model = run(Compressed(Personal(**QUIET), uplink=uplink, feedback=feedback), [mod()], rounds=2)
+    assert "nodes were sent different ones" in caplog.text
+    close(model, start_model(), 0)
+
+
+def test_records_of_their_own_with_the_same_arrays_are_one_model() -> None:
+    class Own(FedAvg):
+        def configure_train(self, *args: Any, **options: Any) -> Iterable[Message]:
+            messages = list(super().configure_train(*args, **options))
+            for message in messages:
+                own = ArrayRecord(dict(message.content.array_records["arrays"]))
+                message.content = RecordDict({**message.content, "arrays": own})
+            return messages
+
+    strategy = Compressed(Own(**QUIET), uplink=TopK(0.1), feedback="ef21")
+    grid, model = train(strategy, [mod()])
+    assert [sum(map(packed, messages)) for messages in grid.sent] == [0, CLIENTS, CLIENTS]
+    close(model, train(Compressed(FedAvg(**QUIET), uplink=TopK(0.1), feedback="ef21"), [mod()])[1], 0)
+
+
+@pytest.mark.parametrize("extra", ["arrays", "metrics", "frame beside arrays", "no metrics"])
+@pytest.mark.parametrize("clients", [1, 2, 3])
+def test_a_reply_with_records_too_many_is_dropped_alone(extra: str, clients: int) -> None:
+    """Also if it is one of two, or the only one: then the old model stays."""
+
+    def odd(message: Message, context: Context, call_next: Any) -> Message:
+        reply: Message = call_next(message, context)
+        if context.node_config["partition-id"] == 0 and message.metadata.message_type == "train":
+            if extra == "metrics":
+                reply.content["more"] = MetricRecord({"x": 1.0})
+            elif extra == "no metrics":
+                del reply.content["metrics"]
+            else:
+                reply.content["more"] = record(start_model())
+        return reply
+
+    mods: list[Any] = [odd, mod()] if extra == "frame beside arrays" else [mod(), odd]
+    strategy = Compressed(FedAvg(min_train_nodes=1, min_available_nodes=1, **QUIET), uplink="int8")
+    with OrderedGrid(client_app(mods), clients) as grid:
+        strategy.start(grid, record(start_model()), num_rounds=2)
+    cause = "weight" if extra == "no metrics" else "mismatch"
+    assert [t.dropped for t in strategy.traffic] == [{cause: 1}] * 2
+    assert [t.failures for t in strategy.traffic] == [1, 1]
+
+
+@pytest.mark.parametrize("kind", [FedAvg, Seen], ids=["mean", "models"])
+def test_verbatim_tensors_lose_nothing_under_a_lossy_downlink(kind: Any) -> None:
+    """Clients add one in each round to what they were told, which differs from the global model."""
+
+    def one_more(reply: Message, context: Context, round_: int) -> None:
+        reply.content["arrays"] = record({n: np.asarray(v + 1) for n, v in told["model"].items()})
+
+    told: dict[str, Model] = {}
+
+    def spy(message: Message, context: Context, call_next: Any) -> Message:
+        told["model"] = arrays(message.content.array_records["arrays"])
+        return call_next(message, context)  # type: ignore[no-any-return]
+
+    start = {"w": np.zeros((20, 30), np.float32), "v": np.arange(40, dtype=np.float32)}
+    for uplink in (Plan(Identity()), Plan(Identity(), min_size=1000), Plan(Uniform(8), (Rule("*", None),))):
+        strategy = Compressed(kind(**QUIET), uplink=uplink, downlink="topk(0.1)", mixed_fleet=False)
+        model = run(strategy, [mod(), spy], rounds=10, fault=one_more, model=start)
+        assert np.allclose(model["w"], 10, atol=1e-4), uplink
+        assert np.allclose(model["v"], start["v"] + 10, atol=1e-4), uplink
+
+
+def constant(value: float) -> Any:
+    def step(reply: Message, context: Context, round_: int) -> None:
+        start = {"w": np.zeros((20, 30), np.float32)}
+        reply.content["arrays"] = record({"w": start["w"] + np.float32(value * round_)})
+
+    return step
+
+
+def test_ef21_begins_anew_when_a_client_has_lost_its_estimate(caplog: pytest.LogCaptureFixture) -> None:
+    """With frames without loss every round moves the model by exactly one update, whatever was lost before."""
+    store = MemoryStore()
+
+    def forgets(message: Message, context: Context, call_next: Any) -> Message:
+        if message.content.config_records["config"]["server-round"] == 4 and context.node_config["partition-id"] == 1:
+            store._kept.clear()
+        return CompressMod(store)(message, context, call_next)
+
+    strategy = Compressed(FedAvg(**QUIET), uplink=Identity(), feedback="ef21")
+    start = {"w": np.zeros((20, 30), np.float32)}
+    model = run(strategy, [forgets], rounds=6, fault=constant(1.0), model=start)
+    assert "all begin anew" in caplog.text
+    assert np.allclose(model["w"], 6, atol=1e-5)
+
+
+def test_ef21_keeps_to_a_clients_first_weight() -> None:
+    def heavier(reply: Message, context: Context, round_: int) -> None:
+        constant(1.0)(reply, context, round_)
+        if context.node_config["partition-id"] == 1 and round_ > 2:
+            reply.content.metric_records["metrics"]["num-examples"] = 1000
+
+    strategy = Compressed(FedAvg(**QUIET), uplink=Identity(), feedback="ef21")
+    model = run(strategy, [mod()], rounds=6, fault=heavier, model={"w": np.zeros((20, 30), np.float32)})
+    assert np.allclose(model["w"], 6, atol=1e-5)
+
+
+def test_a_schedule_of_sketches_is_refused_under_fetchsgd() -> None:
+    with pytest.raises(ConfigError, match="one sketch"):
+        fedavg(uplink="sketch(ratio=2) | 3: sketch(ratio=4)", feedback="fetchsgd")
+
+
+def test_the_warm_up_ends_also_where_codecs_learn() -> None:
+    uplink = Plan(TopK(0.01), rules=(Rule("other*", fedcomp.PowerSGD(rank=1)),), gentle_share=0)
+    model = {"fc.weight": np.ones((60, 50), np.float32), "other": np.ones((30, 20), np.float32)}
+    strategy = Compressed(FedAvg(**QUIET), uplink=uplink, feedback="dgc")
+    run(strategy, [mod()], rounds=6, model=model)
+    sizes = [t.bytes_up for t in strategy.traffic]
+    assert sizes[0] > 2.5 * sizes[5]
+
+
+def test_cafe_needs_packages() -> None:
+    with pytest.raises(ConfigError, match="must not be 'plain'"):
+        fedavg(feedback="cafe", downlink="plain")
+
+
+def test_clients_that_cannot_evaluate_go_on_getting_packages() -> None:
+    for mixed in (True, False):
+        strategy = Compressed(FedAvg(), uplink="int8", downlink="uniform(8)", mixed_fleet=mixed)
+        grid, _ = train(strategy, [mod()], rounds=6)
+        trains = [m for m in grid.sent if m[0].metadata.message_type == "train"]
+        assert [sum(map(packed, messages)) for messages in trains[1:]] == [CLIENTS] * 5
+        assert strategy.traffic[5].bytes_down < 0.6 * strategy.traffic[1].bytes_down
+
+
+def test_zero_weight_counts_where_weights_are_ignored() -> None:
+    """FedMedian uses the model, so the client may not send it again."""
+
+    def weightless(reply: Message, context: Context, round_: int) -> None:
+        if context.node_config["partition-id"] == 1:
+            reply.content.metric_records["metrics"]["num-examples"] = 0
+
+    acks: dict[str, list[int]] = {}
+    for kind in (FedMedian, FedAvg):
+        strategy = Compressed(kind(**QUIET), uplink=UPLINK, feedback="ef")
+        with OrderedGrid(client_app([mod()], weightless), 3) as grid:
+            strategy.start(grid, record(start_model()), num_rounds=3)
+            acks[kind.__name__] = [strategy._acks.told(node) or 0 for node in grid.get_node_ids()]
+    assert acks == {"FedMedian": [3, 3, 3], "FedAvg": [3, 0, 3]}
+
+
+def test_models_of_unknown_dtypes_pass_through(caplog: pytest.LogCaptureFixture) -> None:
+    def complex_(reply: Message, context: Context, round_: int) -> None:
+        model = {"w": np.ones((20, 30), np.float32) * round_, "z": np.full(20, 1j * round_, np.complex64)}
+        reply.content["arrays"] = record(model)
+
+    strategy = fedavg(feedback="ef")
+    start = {"w": np.zeros((20, 30), np.float32), "z": np.zeros(20, np.complex64)}
+    with OrderedGrid(client_app([mod()], complex_), 2) as grid:
+        result = strategy.start(grid, record(start), num_rounds=2)
+    assert "uncompressed" in caplog.text
+    assert result.arrays is not None
+    assert np.allclose(arrays(result.arrays)["z"], 2j)
+
+
+@pytest.mark.parametrize("weight", [1e-320, 5e-324, 1e-30, 1e18])
+def test_weights_of_every_size_give_the_mean(weight: float) -> None:
+    def weigh(reply: Message, context: Context, round_: int) -> None:
+        reply.content.metric_records["metrics"]["num-examples"] = weight
+
+    light = run(fedavg(uplink=Identity()), [mod()], rounds=1, fault=weigh)
+    even = run(fedavg(uplink=Identity()), [mod()], rounds=1, fault=lambda r, c, n: _one(r))
+    assert np.allclose(light["fc.weight"], even["fc.weight"], atol=1e-6)
+
+
+def _one(reply: Message) -> None:
+    reply.content.metric_records["metrics"]["num-examples"] = 1
+
+
+def test_metrics_are_aggregated_once_and_from_real_replies() -> None:
+    calls: list[int] = []
+
+    def count(contents: list[RecordDict], key: str) -> MetricRecord:
+        calls.append(len(contents))
+        return MetricRecord({"replies": len(contents)})
+
+    inner = FedAvg(train_metrics_aggr_fn=count, **QUIET)
+    run(Compressed(inner, uplink="int8"), [mod()], rounds=2)
+    assert calls == [CLIENTS, CLIENTS]
+    assert inner.train_metrics_aggr_fn is count
+
+
+def test_a_second_training_is_like_the_first() -> None:
+    strategy = Compressed(FedAvg(**QUIET), uplink=fedcomp.PowerSGD(rank=2), feedback="ef")
+    models = [run(strategy, [mod()], rounds=3) for _ in range(2)]
+    close(models[0], models[1], 0)
+
+
+def test_two_good_replies_of_one_node_are_told_apart_by_content() -> None:
+    results = []
+    for order in (1, -1):
+
+        class Twice(OrderedGrid):
+            def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+                messages = list(messages)
+                replies = super().send_and_receive(messages, timeout=timeout)
+                if not replies:
+                    return []
+                frame = replies[1].content.array_records["arrays"]
+                other = Message(
+                    content=RecordDict({**replies[0].content, "arrays": frame}), metadata=replies[0].metadata
+                )  # type: ignore[call-overload]
+                return [*replies, other][::order]  # noqa: B023
+
+        with Twice(client_app([mod()]), 3) as grid:
+            result = Compressed(FedAvg(**QUIET), uplink="int8").start(grid, record(start_model()), num_rounds=1)
+        assert result.arrays is not None
+        results.append(arrays(result.arrays))
+    close(results[0], results[1], 0)
+
+
+def test_residuals_around_privacy_wrappers_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    private = DifferentialPrivacyServerSideFixedClipping(FedAvg(**QUIET), 0.0, 1.0, CLIENTS)
+    Compressed(private, uplink="sign", feedback="ef")
+    assert "not noised" in caplog.text

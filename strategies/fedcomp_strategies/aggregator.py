@@ -17,7 +17,7 @@ from fedcomp import _validate, decompress, wire
 from fedcomp.codecs.sketch import CountSketch, sketch
 from fedcomp.compressor import apply
 from fedcomp.device import resolve, running_sum
-from fedcomp.errors import ConfigError, FedcompError, LayoutError
+from fedcomp.errors import ConfigError, FedcompError, FrameError, LayoutError
 from fedcomp.layout import Arrays, Layout, Vector, check_finite, check_same_tensors
 from fedcomp.plan import Bucket, Plan
 from fedcomp.terms import MAX, Values, peak
@@ -207,7 +207,8 @@ class Aggregator:
         updates = [b.layout.unflatten(mean) for b, mean in zip(sums, means, strict=True) if not b.raw]
         mean = Mean(
             update={name: x for update in updates for name, x in update.items()},
-            verbatim={name: np.asarray(value * factor) for name, value in values.totals.items()} if used else {},
+            # Divided, so that integers on which all agree come out exactly: clients cut off what is behind the point.
+            verbatim={name: np.asarray(x / (used * scale)) for name, x in values.totals.items()} if used else {},
             largest=values.integers(),
             dtypes=values.dtypes(),
             weight=used,
@@ -231,8 +232,14 @@ class Aggregator:
         return self._as_plain(content, None)
 
     def _as_plain(self, model: Arrays, contents: Contents | None) -> "_Plain":
-        """A model whose tensors may be of other kinds than most replies'."""
+        """A model whose tensors may be of unusual kinds. Raises FrameError for floats that were made integers."""
         layout = Layout.of({name: model[name] for name in self._base})
+        for tensor, codec in zip(layout.tensors, self._kinds, strict=True):
+            if codec is not None and not tensor.is_float:
+                raise FrameError(
+                    f"tensor {tensor.name!r} came as {tensor.dtype}, expected floating-point numbers; clients must not "
+                    "turn floating-point tensors into integers"
+                )
         verbatim = {t.name: model[t.name] for t, c in zip(layout.tensors, self._kinds, strict=True) if c is None}
         return _Plain(layout, verbatim, self._base, model, contents)
 
