@@ -125,23 +125,23 @@ def test_other_strategies_see_every_model() -> None:
     "uplink", ["int8", "sign", "topk(0.1)", "ecsq(bits=1)", "lowrank(2)", "eden(1.0)", "sketch(ratio=4)"]
 )
 def test_no_bit_of_the_model_hangs_on_the_order_of_arrival(uplink: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every order of five replies, two of them plain."""
+    """Every order of four replies, one of them plain; tests/test_aggregator.py has five of each."""
     real = InProcessGrid.send_and_receive
     models = []
 
     def some_plain(message: Message, context: Context, call_next: Any) -> Message:
-        if context.node_config["partition-id"] in (1, 3):
+        if context.node_config["partition-id"] == 1:
             return call_next(message, context)  # type: ignore[no-any-return]
         return mod()(message, context, call_next)
 
-    for order in itertools.permutations(range(5)):
+    for order in itertools.permutations(range(4)):
 
         def shuffled(*args: Any, order: Any = order, **options: Any) -> list[Message]:
             replies = real(*args, **options)
             return [replies[i] for i in order] if replies else []
 
         monkeypatch.setattr(InProcessGrid, "send_and_receive", shuffled)
-        with InProcessGrid(client_app([some_plain]), 5) as grid:
+        with InProcessGrid(client_app([some_plain]), 4) as grid:
             result = Compressed(FedAvg(**QUIET), uplink=uplink).start(grid, record(start_model()), num_rounds=1)
         assert result.arrays is not None
         models.append({name: values.tobytes() for name, values in arrays(result.arrays).items()})
