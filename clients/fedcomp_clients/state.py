@@ -69,8 +69,9 @@ class FileStore:
         directory: None: ``$FEDCOMP_STATE_DIR``, else ``$FLWR_HOME/fedcomp``, else ``~/.flwr/fedcomp``, looked up when
             used, so that the store can be made at import time and pickled.
         precision: of the stored values: "float16", "int8" (a quarter of float32's size, for large models) or "float32".
-        max_bytes: most bytes in the directory; None: ``$FEDCOMP_STATE_BYTES``, else 4 GiB. Files of other trainings
-            make room, the oldest first; a memory that still finds none is an error.
+        max_bytes: most bytes of our files in the directory; None: ``$FEDCOMP_STATE_BYTES``, else 4 GiB. Files of other
+            trainings make room, the oldest first; a memory that still finds none is an error. Only trainings and nodes
+            named as the mod names them count and are ever removed, see `fedcomp_clients.files`.
     """
 
     def __init__(
