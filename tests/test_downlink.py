@@ -542,6 +542,15 @@ def test_models_come_back_for_their_training_and_node_only(cache: ModelCache) ->
     assert cache.load("2", "partition-0") is None
 
 
+def test_a_process_keeps_the_models_of_its_last_trainings_only() -> None:
+    """C5: a client that lives through hundreds of trainings does not fill up, and forgets none that is going on."""
+    cache, package = MemoryModelCache(), Package.of(model(), keep=True).to_bytes()
+    for number in range(30):
+        cache.save(str(number), "1", package)
+        assert cache.load("0", "1") is not None
+    assert [n for n in range(30) if cache.load(str(n), "1") is not None] == [0, *range(23, 30)]
+
+
 def test_a_lost_model_is_reported_and_the_whole_one_follows(cache: ModelCache) -> None:
     down, models = Downlink("sign()"), walk(0, 3)
     for number, published in enumerate(models[:2], 1):

@@ -295,3 +295,18 @@ def test_settings_that_make_no_sense_are_named() -> None:
     for wrong in ({"precision": "float8"}, {"max_bytes": 0}):
         with pytest.raises(FedcompError, match=next(iter(wrong))):
             FileStore(**wrong)
+
+
+def test_a_process_keeps_the_memories_of_its_last_trainings_only() -> None:
+    """C5: a client that lives through hundreds of trainings does not fill up, and forgets none that is going on."""
+    store = MemoryStore()
+    store.save("0", "node-1", memory(1), LAYOUT)
+    for number in range(1, 30):
+        for node in ("node-1", "node-2"):
+            store.save(str(number), node, memory(1), LAYOUT)
+        assert store.load("0", "node-1", 1, LAYOUT) is not None
+    kept = [n for n in range(30) if store.load(str(n), "node-1", 1, LAYOUT)]
+    assert kept == [0, *range(23, 30)]
+    assert len(pickle.dumps(store)) < 10_000
+    revived = pickle.loads(pickle.dumps(store))
+    assert revived.load("29", "node-1", 1, LAYOUT) is not None
