@@ -32,7 +32,7 @@ class CompressedUpdate:
         frame: what travels.
         memory: what feedback must remember if the server uses the frame; without slots if the scheme needs nothing.
         norm: length of the update that went in.
-        notes: what the frame says about feedback.
+        notes: what the frame says about feedback and about the model that was sent.
     """
 
     frame: bytes
@@ -58,6 +58,7 @@ def compress(
     memory: Memory | None = EMPTY,
     predictor: Mapping[str, Vector] | None = None,
     number: int | None = None,
+    unkept: bool = False,
 ) -> CompressedUpdate:
     """Compress the update new - base of a model.
 
@@ -72,6 +73,7 @@ def compress(
             round; None: it was lost, which the frame says.
         predictor: of CAFe, as the server sent it, by tensor name: every coded tensor's float32 array.
         number: introduces the client to the server.
+        unkept: tells the server that the model it sent could not be kept here.
 
     Raises LayoutError if names, shapes or dtypes do not fit, NonFiniteError (naming the tensor) for NaN or infinity,
     ConfigError for a feedback with a codec that it cannot go around. Then nothing has changed.
@@ -101,7 +103,7 @@ def compress(
             after[slot] |= bucket.layout.unflatten(values)
     norm = math.sqrt(square)
     shortened = feedback.limit(after, norm)
-    notes = wire.Notes(predictor is not None, reset, shortened, number)
+    notes = wire.Notes(predictor is not None, reset, shortened, number, unkept)
     frame = wire.pack(wire.Contents(plan, layout, round, parts, verbatim, notes), Layout.of(base))
     return CompressedUpdate(frame, Memory(round, after), norm, notes)
 

@@ -95,12 +95,14 @@ class Received:
         predictor: the frame beside it, or None.
         digest: names the model (8 bytes), for the answer.
         kept: whether the model is in the cache now: only then may the server send differences to it.
+        unkept: whether it should be there and is not, which the server must hear.
     """
 
     arrays: Model
     predictor: bytes | None
     digest: bytes
     kept: bool
+    unkept: bool
 
 
 def receive(data: bytes, cache: ModelCache, training: str, node: str) -> Received:
@@ -123,7 +125,7 @@ def receive(data: bytes, cache: ModelCache, training: str, node: str) -> Receive
             kept = True
         except FedcompError as error:
             log.warning("%s; this round goes on without", error)
-    return Received(arrays, package.predictor, package.digest, kept)
+    return Received(arrays, package.predictor, package.digest, kept, package.keep and not kept)
 
 
 def _keep(package: Package, data: bytes, arrays: Model, cache: ModelCache, training: str, node: str) -> None:
