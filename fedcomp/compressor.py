@@ -12,7 +12,7 @@ from fedcomp import _validate, wire
 from fedcomp.codec import Codec, Parts
 from fedcomp.errors import LayoutError, UnboundedError
 from fedcomp.feedback import EMPTY, Feedback, Memory, NoFeedback
-from fedcomp.layout import Arrays, Layout, Vector, check_finite, check_same_tensors
+from fedcomp.layout import Arrays, Layout, Tensor, Vector, check_finite, check_same_tensors
 from fedcomp.plan import Bucket, Plan, as_plan
 
 
@@ -30,9 +30,10 @@ class CompressedUpdate:
 
     Attributes:
         frame: what travels.
-        memory: what feedback must remember if the server uses the frame; without slots if the scheme needs nothing.
+        memory: what feedback must remember if the server uses the frame; without slots if the scheme needs nothing. It
+            still holds what is remembered of tensors that travelled verbatim in this round.
         norm: length of the update that went in.
-        notes: what the frame says about feedback.
+        notes: what the frame says about feedback and about the model that was sent.
     """
 
     frame: bytes
@@ -58,6 +59,7 @@ def compress(
     memory: Memory | None = EMPTY,
     predictor: Mapping[str, Vector] | None = None,
     number: int | None = None,
+    unkept: bool = False,
 ) -> CompressedUpdate:
     """Compress the update new - base of a model.
 
@@ -72,6 +74,7 @@ def compress(
             round; None: it was lost, which the frame says.
         predictor: of CAFe, as the server sent it, by tensor name: every coded tensor's float32 array.
         number: introduces the client to the server.
+        unkept: tells the server that the model it sent could not be kept here.
 
     Raises LayoutError if names, shapes or dtypes do not fit, NonFiniteError (naming the tensor) for NaN or infinity,
     ConfigError for a feedback with a codec that it cannot go around. Then nothing has changed.
@@ -101,7 +104,9 @@ def compress(
             after[slot] |= bucket.layout.unflatten(values)
     norm = math.sqrt(square)
     shortened = feedback.limit(after, norm)
-    notes = wire.Notes(predictor is not None, reset, shortened, number)
+    for slot, kept in after.items():
+        kept |= _carried(before, slot, plan.verbatim(layout))
+    notes = wire.Notes(predictor is not None, reset, shortened, number, unkept)
     frame = wire.pack(wire.Contents(plan, layout, round, parts, verbatim, notes), Layout.of(base))
     return CompressedUpdate(frame, Memory(round, after), norm, notes)
 
@@ -113,6 +118,15 @@ def _still_good(memory: Memory | None, feedback: Feedback, round: int) -> tuple[
     limit = getattr(feedback, "max_age", 0)
     too_old = bool(limit and memory.slots and round - memory.round > limit)
     return (EMPTY, True) if too_old else (memory, False)
+
+
+def _carried(memory: Memory, slot: str, tensors: list[Tensor]) -> dict[str, Vector]:
+    """What is remembered of tensors that travel verbatim in this round, by name: it stays as it is.
+
+    Their updates arrive whole, so they neither add to what is owed from earlier rounds nor pay any of it.
+    """
+    known = Layout(tuple(t for t in tensors if t.name in memory.slots.get(slot, {})))
+    return known.unflatten(memory.flat(slot, known))
 
 
 def _flat(predictor: Mapping[str, Vector], layout: Layout) -> Vector:

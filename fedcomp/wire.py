@@ -35,27 +35,29 @@ VERSION = 1
 HEADER = struct.Struct("<2sBBI8sI")
 """Magic, version, flags, CRC-32 of all other bytes, layout digest, round: 20 bytes."""
 
-_OTHER_DTYPES, _PREDICTED, _RESET, _SHORTENED, _NUMBERED = (1 << bit for bit in range(5))  # flags
-_FLAGS = _OTHER_DTYPES | _PREDICTED | _RESET | _SHORTENED | _NUMBERED
+_OTHER_DTYPES, _PREDICTED, _RESET, _SHORTENED, _NUMBERED, _UNKEPT = (1 << bit for bit in range(6))  # flags
+_FLAGS = _OTHER_DTYPES | _PREDICTED | _RESET | _SHORTENED | _NUMBERED | _UNKEPT
 _CRC_AT = slice(4, 8)
 _TOLD = 1000  # bytes of a wrong plan that are read just to name it
 
 
 @dataclass(frozen=True)
 class Notes:
-    """What a client says about its feedback.
+    """What a client says about its feedback and about the model that it was sent.
 
     Attributes:
         predicted: the update was coded as a difference to the server's predictor.
         reset: the client's memory was lost, damaged or too old, and started again from zero.
         shortened: the client's memory had grown beyond its limit and was shortened.
         number: the client introduces itself by this number, which it keeps when its node id changes; None: it does not.
+        unkept: the client was asked to keep the model of its package and could not: no difference to it can be sent.
     """
 
     predicted: bool = False
     reset: bool = False
     shortened: bool = False
     number: int | None = None
+    unkept: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Contents:
         round: server round that the update belongs to, 0 to 2^32 - 1.
         parts: one for each bucket of plan.buckets(layout), in that order.
         verbatim: the values (not updates) of the tensors of plan.verbatim(layout), by name.
-        notes: about feedback.
+        notes: what else the client says.
     """
 
     plan: Plan
@@ -100,7 +102,7 @@ def pack(contents: Contents, base: Layout) -> bytes:
 
 
 def _write_notes(notes: Notes) -> tuple[int, bytes]:
-    flags = notes.predicted * _PREDICTED | notes.reset * _RESET | notes.shortened * _SHORTENED
+    flags = notes.predicted * _PREDICTED | notes.reset * _RESET | notes.shortened * _SHORTENED | notes.unkept * _UNKEPT
     return (flags, b"") if notes.number is None else (flags | _NUMBERED, write_varint(notes.number))
 
 
@@ -219,7 +221,7 @@ def inspect(frame: bytes) -> dict[str, Any]:
         "round": head.round,
         "layout": head.digest.hex(),
         "plan": plan,
-        "notes": {key: value for key, value in vars(notes).items() if value not in (False, None)},
+        "notes": {key: value for key, value in vars(notes).items() if value is not False and value is not None},
         "header_bytes": HEADER.size,
         "plan_bytes": len(described),
         "body_bytes": reader.left,
@@ -288,7 +290,8 @@ def _open(frame: bytes) -> tuple[_Head, _Reader]:
 
 def _read_notes(reader: _Reader, flags: int) -> Notes:
     number = reader.varint() if flags & _NUMBERED else None
-    return Notes(bool(flags & _PREDICTED), bool(flags & _RESET), bool(flags & _SHORTENED), number)
+    predicted, reset, shortened, unkept = (bool(flags & bit) for bit in (_PREDICTED, _RESET, _SHORTENED, _UNKEPT))
+    return Notes(predicted, reset, shortened, number, unkept)
 
 
 def _read_plan(reader: _Reader, expected: Plan | None) -> Plan:

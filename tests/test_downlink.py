@@ -10,17 +10,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import fedcomp
-from fedcomp import ConfigError, FedcompError, FrameError, LayoutError, NonFiniteError, Plan, VectorQuantizer
+from fedcomp import ConfigError, FedcompError, FrameError, LayoutError, NonFiniteError, Plan, VectorQuantizer, wire
 from fedcomp.downlink import HEADER, MAX_LINKS, MAX_TENSORS, Link, Package, model_digest, pack_model, unpack_model
 from fedcomp.entropy.bits import write_varint
 from fedcomp.errors import StaleModelError
 from fedcomp.layout import DTYPES
+from fedcomp.request import KEY, MODEL_STYPE, Request
+from fedcomp_clients import CompressMod, MemoryStore
 from fedcomp_clients.downlink import FileModelCache, MemoryModelCache, ModelCache, receive
+from fedcomp_simulations.grid import InProcessGrid
 from fedcomp_strategies.downlink import Downlink, Model
 
 CODECS = ("sign()", "topk(0.05)", "uniform(4)")
@@ -322,7 +327,7 @@ def test_every_client_holds_exactly_what_the_server_believes(plan: str, wide: bo
             data = down.package(node)
             received = receive(data, cache, "training", str(node))
             assert_same(received.arrays, down.told)
-            assert received.kept
+            assert (received.kept, received.unkept) == (True, False)
             assert received.digest == down.digest == model_digest(down.told)
             package = Package.from_bytes(data)
             kinds.add("whole" if package.model is not None else f"{min(len(package.chain), 2)} links")
@@ -368,7 +373,7 @@ def test_without_a_plan_every_package_is_the_published_model_and_nobody_keeps_it
         assert_same(down.told, published)
         received = receive(down.package(7), cache, "t", "7")
         assert_same(received.arrays, published)
-        assert not received.kept
+        assert (received.kept, received.unkept) == (False, False)  # nobody asked for it
         assert down.package(7) == Package.of(published).to_bytes()
         down.confirm(7)
     assert cache.load("t", "7") is None
@@ -542,6 +547,15 @@ def test_models_come_back_for_their_training_and_node_only(cache: ModelCache) ->
     assert cache.load("2", "partition-0") is None
 
 
+def test_a_process_keeps_the_models_of_its_last_trainings_only() -> None:
+    """C5: a client that lives through hundreds of trainings does not fill up, and forgets none that is going on."""
+    cache, package = MemoryModelCache(), Package.of(model(), keep=True).to_bytes()
+    for number in range(30):
+        cache.save(str(number), "1", package)
+        assert cache.load("0", "1") is not None
+    assert [n for n in range(30) if cache.load(str(n), "1") is not None] == [0, *range(23, 30)]
+
+
 def test_a_lost_model_is_reported_and_the_whole_one_follows(cache: ModelCache) -> None:
     down, models = Downlink("sign()"), walk(0, 3)
     for number, published in enumerate(models[:2], 1):
@@ -599,9 +613,42 @@ def test_a_full_disk_does_not_stop_the_round(tmp_path: Path, caplog: pytest.LogC
     (tmp_path / "file").write_text("")
     received = receive(Package.of(model(), keep=True).to_bytes(), FileModelCache(tmp_path / "file"), "t", "n")
     assert_same(received.arrays, model())
-    assert not received.kept
+    assert (received.kept, received.unkept) == (False, True)
     assert "model cannot be stored" in caplog.text
     assert "FEDCOMP_STATE_DIR" in caplog.text
+
+
+def test_the_frame_says_that_the_model_could_not_be_kept() -> None:
+    """B9: otherwise the server sends differences to a model that is not there, which fail for ever."""
+
+    class Full(MemoryModelCache):
+        def save(self, training: str, node: str, package: bytes) -> None:
+            raise FedcompError("the disk is full")
+
+    down = Downlink("sign()")
+    down.publish(model(), 1)
+    request = Request(Plan(fedcomp.Sign()), 1).to_text()
+
+    def reply(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"arrays": message.content.array_records["arrays"]}), reply_to=message)
+
+    def frame(package: bytes, cache: ModelCache) -> bytes:
+        packed = Array(dtype="uint8", shape=(len(package),), stype=MODEL_STYPE, data=package)
+        content = RecordDict({"arrays": ArrayRecord({KEY: packed}), "config": ConfigRecord({KEY: request})})
+        context = Context(7, 1, {}, RecordDict(), {})
+        with InProcessGrid(ClientApp(), 1) as grid:
+            message = grid.create_message(content, "train", 1001, "1")
+            answer = CompressMod(MemoryStore(), models=cache)(message, context, reply)
+        return next(iter(answer.content.array_records["arrays"].values())).data
+
+    def unkept(package: bytes, cache: ModelCache) -> bool:
+        seen = wire.peek(frame(package, cache))
+        assert seen is not None
+        return seen[1].unkept
+
+    assert unkept(down.package(1), Full())
+    assert not unkept(down.package(1), MemoryModelCache())
+    assert not unkept(Package.of(model()).to_bytes(), Full())
 
 
 def test_the_old_file_stays_if_the_new_one_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,55 @@ def test_what_was_used_plus_the_memory_that_counts_is_the_sum_of_the_updates(pla
         assert np.abs(left[name]).max() > 0
 
 
+ONE_VERBATIM = Plan(TopK(0.05, values=Uniform(8)), (Rule("b", None),), gentle_share=0)
+ALL_VERBATIM = Plan(TopK(0.05), (Rule("*", None),))
+
+
+def test_what_is_remembered_of_tensors_that_travel_verbatim_stays_as_it_is() -> None:
+    """B11: 30 rounds in which tensors leave their bucket and come back; the law of the test above holds in each."""
+    plans = [SPARSE, ONE_VERBATIM, Plan(Sign()), ALL_VERBATIM, SPARSE]
+    memory, given, sent = EMPTY, [], []
+    for round_, update in enumerate(updates(30), 1):
+        plan = plans[(round_ - 1) % len(plans)]
+        done = send(update, plan, round_, ErrorFeedback(max_norm=8), memory=memory)
+        given.append(update)
+        sent.append(decompress(done.frame, ZERO))
+        for name, expected in total(given).items():
+            left = done.memory.slots["residual"].get(name, ZERO[name])
+            assert np.allclose(total(sent)[name] + left, expected, atol=1e-3 * np.abs(expected).max()), (round_, name)
+        for tensor in plan.verbatim(LAYOUT):
+            before = memory.slots["residual"][tensor.name]
+            assert np.array_equal(done.memory.slots["residual"][tensor.name], before)
+            assert before.any()
+        assert not done.notes.shortened
+        memory = done.memory
+
+
+@pytest.mark.parametrize("feedback", [DGC(momentum=0.5), EF21()], ids=str)
+def test_every_slot_of_a_tensor_that_travels_verbatim_stays(feedback: Feedback) -> None:
+    """The server's half of EF21 keeps its estimate too."""
+    given = updates(3)
+    first = send(given[0], Plan(Sign()), 1, feedback)
+    second = send(given[1], ONE_VERBATIM, 2, feedback, memory=first.memory)
+    for slot in feedback.slots:
+        assert np.array_equal(second.memory.slots[slot]["b"], first.memory.slots[slot]["b"])
+        assert not np.array_equal(second.memory.slots[slot]["a"], first.memory.slots[slot]["a"])
+
+
+def test_memories_that_do_not_fit_and_lost_ones_are_not_carried_over(caplog: pytest.LogCaptureFixture) -> None:
+    misfit = {"b": np.ones(3, np.float32), "a": np.full((20, 30), np.inf, np.float32), "gone": np.ones(2, np.float32)}
+    done = send(updates(1)[0], ALL_VERBATIM, 2, ErrorFeedback(), memory=Memory(1, {"residual": misfit}))
+    assert not any(values.any() for values in done.memory.slots["residual"].values())
+    assert set(done.memory.slots["residual"]) <= set(ZERO)
+    assert all(f"residual of tensor {name!r} dropped" in caplog.text for name in "ab")
+    old = Memory(1, {"residual": {"b": np.ones(40, np.float32)}})
+    for memory, feedback in ((None, ErrorFeedback()), (old, ErrorFeedback(max_age=1))):
+        done = send(updates(1)[0], ALL_VERBATIM, 5, feedback, memory=memory)
+        assert not done.memory.slots["residual"]
+    done = send(updates(1)[0], ALL_VERBATIM, 5, NoFeedback(), memory=old)
+    assert not done.memory.slots
+
+
 def test_dgc_sends_what_its_momentum_adds_up_to() -> None:
     """Sum of what was sent + v = sum of u after each momentum step."""
     feedback, codec = DGC(momentum=0.7), TopK(0.1)

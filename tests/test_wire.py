@@ -127,6 +127,23 @@ def test_inspect_tells_what_a_frame_says() -> None:
     assert told["layout"] == LAYOUT.digest.hex()
 
 
+@pytest.mark.parametrize("number", [None, 0, 300])
+@pytest.mark.parametrize("bits", range(16))
+def test_every_combination_of_notes_travels(bits: int, number: int | None) -> None:
+    predicted, reset, shortened, unkept = (bool(bits & 1 << bit) for bit in range(4))
+    notes = wire.Notes(predicted, reset, shortened, number, unkept)
+    layout = Layout.vector(3)
+    part = Identity().encode(np.ones(3, np.float32), layout, np.random.default_rng(0))
+    data = wire.pack(wire.Contents(Plan(Identity(), min_size=1), layout, 7, [part], {}, notes), layout)
+    assert data[3] == predicted * 2 + reset * 4 + shortened * 8 + (number is not None) * 16 + unkept * 32
+    assert wire.peek(data) == (7, notes)
+    assert wire.unpack(data, layout).notes == notes
+    told = wire.inspect(data)["notes"]
+    assert told == {
+        key: value for key, value in vars(notes).items() if value is True or (key == "number" and number is not None)
+    }
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -135,8 +152,9 @@ def test_a01_other_magic_version_and_flags() -> None:
     refused(b"PK" + bytes(data[2:]), "not a fedcomp frame: starts with 504b, expected fc9d")
     data[2] = 2
     refused(sealed(data), "frame of version 2, this fedcomp reads version 1")
-    data[2], data[3] = 1, 0x40
-    refused(sealed(data), "unknown flags 0x40")
+    for flags in (0x40, 0x80):
+        data[2], data[3] = 1, flags
+        refused(sealed(data), f"unknown flags {flags:#x}")
 
 
 def test_a02_another_model_round_or_plan() -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from fedcomp import FedcompError, FrameError
 from fedcomp.downlink import Package, pack_model
 from fedcomp_clients.files import state_directory, state_limit, write_file
+from fedcomp_clients.recent import Recent
 
 log = logging.getLogger("fedcomp")
 
@@ -33,19 +34,19 @@ class ModelCache(Protocol):
 
 
 class MemoryModelCache:
-    """Models in this process's memory: for simulations that run in one process."""
+    """Models in this process's memory, of the last 8 trainings: for simulations that run in one process."""
 
     def __init__(self) -> None:
-        self._packages: dict[tuple[str, str], bytes] = {}
+        self._packages: Recent[bytes] = Recent()
 
     def load(self, training: str, node: str) -> Model | None:
         """See ModelCache."""
-        package = self._packages.get((training, node))
+        package = self._packages.get(training, node)
         return None if package is None else Package.from_bytes(package).open()
 
     def save(self, training: str, node: str, package: bytes) -> None:
         """See ModelCache; never fails. A package that many nodes got is kept once."""
-        self._packages[training, node] = package
+        self._packages.put(training, node, package)
 
 
 class FileModelCache:
@@ -94,12 +95,14 @@ class Received:
         predictor: the frame beside it, or None.
         digest: names the model (8 bytes), for the answer.
         kept: whether the model is in the cache now: only then may the server send differences to it.
+        unkept: whether it should be there and is not, which the server must hear.
     """
 
     arrays: Model
     predictor: bytes | None
     digest: bytes
     kept: bool
+    unkept: bool
 
 
 def receive(data: bytes, cache: ModelCache, training: str, node: str) -> Received:
@@ -122,7 +125,7 @@ def receive(data: bytes, cache: ModelCache, training: str, node: str) -> Receive
             kept = True
         except FedcompError as error:
             log.warning("%s; this round goes on without", error)
-    return Received(arrays, package.predictor, package.digest, kept)
+    return Received(arrays, package.predictor, package.digest, kept, package.keep and not kept)
 
 
 def _keep(package: Package, data: bytes, arrays: Model, cache: ModelCache, training: str, node: str) -> None:

@@ -1,19 +1,30 @@
 """Files that a client keeps between rounds: where they are, how many there may be, and how they are replaced.
 
 They lie at ``<directory>/<training>/<name>`` and are there whole or not at all. Trainings that nobody has touched for
-30 days, and what a killed process left half written, are removed on the way.
+30 days, and what a killed process left half written, are removed on the way. The directory may be somebody's home, so
+only what bears our names is ever counted or removed: in folders named ``<run id>`` or ``<run id>-<session>`` the files
+``<node>.<round>.memory``, ``<node>.model`` and ``.fedcomp-*.tmp``, where the node is ``node-<id>`` or
+``partition-<id>``.
 """
 
 import contextlib
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+_TRAINING = re.compile(r"[0-9]+(-[^\W_]{1,32})?")
+_FILE = re.compile(r"(node|partition)-[0-9]+(\.[0-9]+\.memory|\.model)|\.fedcomp-\w+\.tmp")
 _KEEP_S = 30 * 24 * 3600.0
 _KEEP_TMP_S = 3600.0
 _MAX_BYTES = 4 << 30
+_SHARE = 64
+
+_unchecked: dict[tuple[Path, int], int] = {}
+"""By directory and limit: bytes that this process may write before it counts the files again."""
 
 
 def state_directory(chosen: Path | None = None) -> Path:
@@ -26,7 +37,7 @@ def state_directory(chosen: Path | None = None) -> Path:
 
 
 def state_limit(chosen: int | None = None) -> int:
-    """Most bytes in the directory: the number chosen, else ``$FEDCOMP_STATE_BYTES``, else 4 GiB."""
+    """Most bytes of our files in the directory: the number chosen, else ``$FEDCOMP_STATE_BYTES``, else 4 GiB."""
     if chosen is not None:
         return chosen
     told = os.environ.get("FEDCOMP_STATE_BYTES", "")
@@ -38,7 +49,8 @@ def write_file(path: Path, data: bytes, limit: int) -> None:
 
     Args:
         path: ``<directory>/<training>/<name>``.
-        limit: most bytes in the directory. Files of other trainings are removed to make room, the oldest first.
+        limit: most bytes of our files in the directory. Files of other trainings are removed to make room, the oldest
+            first. Processes that write at once may pass it by 1/64 of it each.
 
     Raises OSError if it cannot, an old file at the path intact.
     """
@@ -48,7 +60,7 @@ def write_file(path: Path, data: bytes, limit: int) -> None:
     _make_room(path, len(data), limit)
     temporary = None
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".fedcomp-", suffix=".tmp", delete=False) as file:
             temporary = Path(file.name)
             file.write(data)
             file.flush()
@@ -60,36 +72,89 @@ def write_file(path: Path, data: bytes, limit: int) -> None:
         raise
 
 
-def _make_room(path: Path, needed: int, limit: int) -> None:
-    files = sorted(_files(path.parent.parent))
-    total = sum(size for _, _, size in files) + needed
-    for _, old, size in files:
-        if total <= limit:
-            return
-        if old.parent != path.parent:
-            with contextlib.suppress(OSError):
-                old.unlink()
-                total -= size
+class _File(NamedTuple):
+    """One of our files. Plain strings, as there may be ten thousand of them."""
+
+    changed: float
+    folder: str
+    name: str
+    size: int
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder, self.name)
+
+    def is_leftover(self, now: float) -> bool:
+        """Whether a process was killed while it wrote this."""
+        return self.name.endswith(".tmp") and now - self.changed > _KEEP_TMP_S
+
+
+def _make_room(path: Path, size: int, limit: int) -> None:
+    """Remove files until `size` bytes at the path, instead of what is there, do not exceed the limit.
+
+    Files are not counted for each write, but once what was written since would fill 1/64 of the room that was left.
+    """
+    directory = path.parent.parent
+    with contextlib.suppress(OSError):
+        size -= path.stat().st_size
+    unchecked = _unchecked.get((directory, limit), 0)
+    if size <= unchecked:
+        _unchecked[directory, limit] = unchecked - size
+        return
+    files = list(_files(directory))
+    total = sum(file.size for file in files) + size
     if total > limit:
-        raise OSError(f"{needed} bytes more would exceed the {limit} that FEDCOMP_STATE_BYTES allows")
+        now = time.time()
+        for file in sorted(file for file in files if Path(file.folder) != path.parent or file.is_leftover(now)):
+            if total <= limit:
+                break
+            if _remove(file.path):
+                total -= file.size
+    if total > limit:
+        raise OSError(f"{size} bytes more would exceed the {limit} that FEDCOMP_STATE_BYTES allows")
+    _unchecked[directory, limit] = (limit - total) // _SHARE
 
 
-def _files(directory: Path) -> Iterator[tuple[float, Path, int]]:
-    """Time of last change, path and size of every file; another process may be removing some."""
-    for path in directory.glob("*/*"):
-        with contextlib.suppress(OSError):
-            status = path.stat()
-            yield status.st_mtime, path, status.st_size
+def _remove(path: Path) -> bool:
+    """Remove a file. Returns whether it is gone, by whomever."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def _trainings(directory: Path) -> Iterator[Path]:
+    """Our folders in the directory; links to folders elsewhere are not ours."""
+    for entry in _listed(directory):
+        if _TRAINING.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            yield Path(entry.path)
+
+
+def _files(directory: Path) -> Iterator[_File]:
+    """Our files in the directory; another process may be removing some."""
+    for folder in _trainings(directory):
+        for entry in _listed(folder):
+            if _FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    yield _File(status.st_mtime, str(folder), entry.name, status.st_size)
+
+
+def _listed(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder; nothing if it has gone."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return list(entries)
+    return []
 
 
 def _tidy(directory: Path) -> None:
-    """Remove what is too old to be anybody's; another process may be doing the same."""
+    """Remove those of our files that are too old to be anybody's; another process may be doing the same."""
     now = time.time()
-    for changed, path, _ in _files(directory):
-        if now - changed > (_KEEP_TMP_S if path.suffix == ".tmp" else _KEEP_S):
-            with contextlib.suppress(OSError):
-                path.unlink()
-    for folder in directory.iterdir():
+    for file in _files(directory):
+        if now - file.changed > _KEEP_S or file.is_leftover(now):
+            _remove(file.path)
+    for folder in _trainings(directory):
         with contextlib.suppress(OSError):  # not empty, which is most of them
             if now - folder.stat().st_mtime > _KEEP_TMP_S:
                 folder.rmdir()

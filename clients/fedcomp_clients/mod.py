@@ -6,6 +6,7 @@ update is what gets compressed).
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -18,7 +19,7 @@ from fedcomp.feedback.stored import memory_layout
 from fedcomp.layout import is_float_dtype
 from fedcomp.monitor import Monitor, Sink
 from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, STYPE, Request
-from fedcomp_clients.downlink import FileModelCache, ModelCache, receive
+from fedcomp_clients.downlink import FileModelCache, ModelCache, Received, receive
 from fedcomp_clients.state import FileStore, StateStore
 
 log = logging.getLogger("fedcomp")
@@ -48,20 +49,19 @@ class CompressMod:
         Flower turns both into an error reply of this client. What merely does not fit is sent plainly, with a warning.
         So it does with StaleModelError, if the server sent differences to a model that is not here any more.
         """
-        predictor = self._unpack(message, context)
-        request = _request(message) if message.metadata.message_type.partition(".")[0] == "train" else None
-        if request is None or len(message.content.array_records) != 1:
+        received = self._unpack(message, context)
+        told = _Told.of(message) if message.metadata.message_type.partition(".")[0] == "train" else None
+        if told is None or len(message.content.array_records) != 1:
             return call_next(message, context)
         base = dict(next(iter(message.content.array_records.values())))  # user code may empty the record itself
         if not _has_floats(base):  # trees, counters: nothing to compress
             return call_next(message, context)
-        known = _Acknowledged.of(message)  # likewise
         reply = call_next(message, context)
         if reply.has_error() or len(reply.content.array_records) != 1:
             return reply
         key, trained = next(iter(reply.content.array_records.items()))
         try:
-            frame = self._compress(base, trained, request, known, predictor, context)
+            frame = self._compress(base, trained, told, received, context)
         except LayoutError as error:
             log.warning("update sent uncompressed: %s", error)
             return reply
@@ -69,30 +69,31 @@ class CompressMod:
         reply.content = RecordDict({**reply.content, key: ArrayRecord({KEY: packed})})
         return reply
 
-    def _unpack(self, message: Message, context: Context) -> bytes | None:
-        """Put the model in the place of a package, whatever the message is for. Returns the predictor beside it."""
+    def _unpack(self, message: Message, context: Context) -> Received | None:
+        """Put the model in the place of a package, whatever the message is for. Returns what else it brought."""
         for key, record in message.content.array_records.items():
             packed = next((array for array in record.values() if array.stype == MODEL_STYPE), None)
             if packed is not None:
                 received = receive(packed.data, self.models, str(context.run_id), _node(context)[0])
                 model = ArrayRecord({name: Array(values) for name, values in received.arrays.items()})
                 message.content = RecordDict({**message.content, key: model})
-                return received.predictor
+                return replace(received, arrays={})  # training needs the room
         return None
 
     def _compress(
         self,
         base: dict[str, Array],
         trained: ArrayRecord,
-        request: Request,
-        known: "_Acknowledged",
-        predictor: bytes | None,
+        told: "_Told",
+        received: Received | None,
         context: Context,
     ) -> bytes:
         name, number = _node(context)
+        request = told.request
         start = {key: array.numpy() for key, array in base.items()}
         new = {key: array.numpy() for key, array in trained.items()}
         remembers = bool(request.feedback.slots)
+        predictor = None if received is None else received.predictor
         update = compress(
             start,
             new,
@@ -101,8 +102,9 @@ class CompressMod:
             rng=generator(request.seed, request.round, number),
             feedback=request.feedback,
             predictor=None if predictor is None else decompress(predictor, blank(start)),
-            memory=self._recall(request, known.round(number), context, Layout.of(start)) if remembers else EMPTY,
-            number=number if remembers and known.ack is None and _partition(context) is not None else None,
+            memory=self._recall(request, told.used(number), context, Layout.of(start)) if remembers else EMPTY,
+            number=number if remembers and told.ack is None and _partition(context) is not None else None,
+            unkept=received is not None and received.unkept,
         )
         if self.monitor is not None:
             decoded = decompress(update.frame, start, plan=request.plan)
@@ -130,31 +132,33 @@ compress_mod = CompressMod()
 """The mod with memories in files: works in deployment and in simulation, on as many processes as there are."""
 
 
-class _Acknowledged:
-    """What the server says of this node's uploads.
+@dataclass(frozen=True)
+class _Told:
+    """What the server says in the configuration of a train message. Read before user code, which may empty it.
 
     Attributes:
-        ack: the last round in which the server used one; 0: none; None: it does not know this node.
+        request: what it asks for.
+        ack: the last round in which it used an upload of this node; 0: none; None: it does not know this node.
         acks: the same by number, for clients that are gone and may be back as this node.
     """
 
-    def __init__(self, ack: int | None, acks: dict[int, int]) -> None:
-        self.ack = ack
-        self.acks = acks
+    request: Request
+    ack: int | None
+    acks: dict[int, int]
 
     @classmethod
-    def of(cls, message: Message) -> "_Acknowledged":
-        ack, acks = None, {}
+    def of(cls, message: Message) -> "_Told | None":
+        """None if the server asks for nothing, or for what this fedcomp cannot do."""
         for config in message.content.config_records.values():
-            told, listed = config.get(ACK), config.get(ACKS)
-            if isinstance(told, int):
-                ack = told
-            if isinstance(listed, list):
-                numbers = [int(number) for number in listed]
+            text, ack, listed = config.get(KEY), config.get(ACK), config.get(ACKS)
+            request = _parse(text) if isinstance(text, str) else None
+            if request is not None:
+                numbers = [int(number) for number in listed] if isinstance(listed, list) else []
                 acks = dict(zip(numbers[::2], numbers[1::2], strict=False))
-        return cls(ack, acks)
+                return cls(request, ack if isinstance(ack, int) else None, acks)
+        return None
 
-    def round(self, number: int) -> int:
+    def used(self, number: int) -> int:
         """The round of the last upload that the server used of the client with this number; 0: none."""
         return self.acks.get(number, 0) if self.ack is None else self.ack
 
@@ -176,14 +180,6 @@ def _node(context: Context) -> tuple[str, int]:
     """Name and number of this node: its partition where it has one, since node ids change when a SuperNode restarts."""
     partition = _partition(context)
     return (f"node-{context.node_id}", context.node_id) if partition is None else (f"partition-{partition}", partition)
-
-
-def _request(message: Message) -> Request | None:
-    for config in message.content.config_records.values():
-        text = config.get(KEY)
-        if isinstance(text, str):
-            return _parse(text)
-    return None
 
 
 @lru_cache(maxsize=4)  # in a simulation all clients of a round get the same text

@@ -17,6 +17,7 @@ from typing import Protocol
 from fedcomp import FedcompError, Layout, Memory, _validate
 from fedcomp.feedback.stored import PRECISIONS, pack_memory, unpack_memory
 from fedcomp_clients.files import state_directory, state_limit, write_file
+from fedcomp_clients.recent import Recent
 
 log = logging.getLogger("fedcomp")
 
@@ -42,24 +43,27 @@ class StateStore(Protocol):
 
 
 class MemoryStore:
-    """Memories in this process: for simulations that run in one process, and for small models on long-lived clients."""
+    """Memories in this process: for simulations that run in one process, and for small models on long-lived clients.
+
+    Those of the last 8 trainings are kept.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, str], dict[int, Memory]] = {}
+        self._kept: Recent[dict[int, Memory]] = Recent()
 
     def load(self, training: str, node: str, round: int, layout: Layout) -> Memory | None:
         """See StateStore."""
-        return self._kept.get((training, node), {}).get(round)
+        return (self._kept.get(training, node) or {}).get(round)
 
     def save(self, training: str, node: str, memory: Memory, layout: Layout, *, exact: bool = False) -> str:
         """See StateStore; never fails, and never rounds."""
-        self._kept.setdefault((training, node), {})[memory.round] = memory
+        self._kept.put(training, node, {**(self._kept.get(training, node) or {}), memory.round: memory})
         return "memory"
 
     def discard(self, training: str, node: str, *, but: int) -> None:
         """See StateStore."""
-        kept = self._kept.get((training, node), {})
-        self._kept[training, node] = {round_: memory for round_, memory in kept.items() if round_ == but}
+        if kept := self._kept.get(training, node):
+            self._kept.put(training, node, {round_: memory for round_, memory in kept.items() if round_ == but})
 
 
 class FileStore:
@@ -69,8 +73,9 @@ class FileStore:
         directory: None: ``$FEDCOMP_STATE_DIR``, else ``$FLWR_HOME/fedcomp``, else ``~/.flwr/fedcomp``, looked up when
             used, so that the store can be made at import time and pickled.
         precision: of the stored values: "float16", "int8" (a quarter of float32's size, for large models) or "float32".
-        max_bytes: most bytes in the directory; None: ``$FEDCOMP_STATE_BYTES``, else 4 GiB. Files of other trainings
-            make room, the oldest first; a memory that still finds none is an error.
+        max_bytes: most bytes of our files in the directory; None: ``$FEDCOMP_STATE_BYTES``, else 4 GiB. Files of other
+            trainings make room, the oldest first; a memory that still finds none is an error. Only trainings and nodes
+            named as the mod names them count and are ever removed, see `fedcomp_clients.files`.
     """
 
     def __init__(
