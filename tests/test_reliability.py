@@ -12,7 +12,7 @@ from flower_app import CLIENTS, Fault, Model, OrderedGrid, arrays, client_app, r
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg, FedMedian
 
-from fedcomp import Layout, Memory, NonFiniteError, Plan, TopK, Uniform, decompress
+from fedcomp import FedcompError, Layout, Memory, NonFiniteError, Plan, TopK, Uniform, decompress
 from fedcomp.feedback.stored import memory_layout
 from fedcomp.request import ACK, ACKS, KEY, STYPE
 from fedcomp_clients import CompressMod, FileModelCache, FileStore, MemoryModelCache, MemoryStore, StateStore
@@ -342,3 +342,19 @@ def test_the_pointer_is_all_that_is_in_the_context(tmp_path: Path) -> None:
         assert pointer["round"] == 5
         kept = list((tmp_path / str(grid.partition(node))).rglob("*.memory"))
         assert len(kept) == 2  # the one that counts, and the one that waits for its acknowledgement
+
+
+def test_a_client_that_cannot_keep_the_model_gets_it_whole_and_loses_no_round() -> None:
+    class Full(MemoryModelCache):
+        def save(self, training: str, node: str, package: bytes) -> None:
+            raise FedcompError("no space left")
+
+    class Fulls(Fleet):
+        def new_mod(self, partition: int) -> CompressMod:
+            return CompressMod(models=Full() if partition == WHO else MemoryModelCache())
+
+    expected, reference = train(Fleet(None), feedback="none", downlink="uniform(8)", mixed_fleet=False)
+    got, strategy = train(Fulls(None), feedback="none", downlink="uniform(8)", mixed_fleet=False)
+    assert [t.dropped for t in strategy.traffic] == [{}] * 5
+    assert equal(got, expected)
+    assert strategy.traffic[4].bytes_down > reference.traffic[4].bytes_down + 3 * 600

@@ -510,7 +510,7 @@ class Compressed(Strategy):
                 self._aware.discard(reply.node)
             if self._downlink is None or reply.node not in sent.packed:
                 continue
-            if reply.cause == "stale" or (reply.notes is not None and getattr(reply.notes, "unkept", False)):
+            if reply.cause == "stale" or (reply.notes is not None and reply.notes.unkept):
                 self._downlink.forget(reply.node)
             elif not reply.cause:
                 self._downlink.confirm(reply.node)
