@@ -1,7 +1,7 @@
 """What a client and a server call: a model's update as one frame, and back. Knows nothing of Flower."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from fedcomp.codec import Codec, Parts
 from fedcomp.errors import LayoutError, UnboundedError
 from fedcomp.feedback import EMPTY, Feedback, Memory, NoFeedback
 from fedcomp.layout import Arrays, Layout, Tensor, Vector, check_finite, check_same_tensors
+from fedcomp.metrics import length
 from fedcomp.plan import Bucket, Plan, as_plan
 
 
@@ -44,7 +45,7 @@ class CompressedUpdate:
     @property
     def residual_ratio(self) -> float:
         """Length of the residual in lengths of the update; 0 without a residual."""
-        left = _norm(self.memory.slots.get("residual", {}).values())
+        left = length(self.memory.slots.get("residual", {}).values())
         return left / self.norm if self.norm and left else 0.0
 
 
@@ -91,10 +92,10 @@ def compress(
     before, reset = _still_good(memory, feedback, round)
     parts: list[Parts] = []
     after: dict[str, dict[str, Vector]] = {slot: {} for slot in feedback.slots}
-    square = 0.0
+    norm = 0.0
     for bucket in plan.buckets(layout):
         x = _update(base, new, bucket)
-        square += _square(x)
+        norm = math.hypot(norm, length([x]))
         slots = {slot: before.flat(slot, bucket.layout) for slot in feedback.slots}
         if predictor is not None:
             slots["predictor"] = _flat(predictor, bucket.layout)
@@ -102,7 +103,6 @@ def compress(
         parts.append(coded)
         for slot, values in left.items():
             after[slot] |= bucket.layout.unflatten(values)
-    norm = math.sqrt(square)
     shortened = feedback.limit(after, norm)
     for slot, kept in after.items():
         kept |= _carried(before, slot, plan.verbatim(layout))
@@ -134,15 +134,6 @@ def _flat(predictor: Mapping[str, Vector], layout: Layout) -> Vector:
         if tensor.name not in predictor or predictor[tensor.name].shape != tensor.shape:
             raise LayoutError(f"predictor: tensor {tensor.name!r} is missing or not of shape {tensor.shape}")
     return np.concatenate([np.zeros(0, np.float32), *(predictor[t.name].ravel() for t in layout.tensors)])
-
-
-def _norm(arrays: Iterable[Vector]) -> float:
-    return math.sqrt(sum(_square(values.ravel()) for values in arrays))
-
-
-def _square(x: Vector) -> float:
-    with np.errstate(over="ignore"):  # no number beyond float32's range is of interest here
-        return float(np.vdot(x, x))
 
 
 def decompress(

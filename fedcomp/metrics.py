@@ -1,7 +1,14 @@
 """How far a decoded vector is from the original, and what it cost."""
 
+import math
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
+
+_LEAST = 1e-25
+"""Where float32 sums squares to more than this, those that it takes for zero would change nothing."""
 
 
 def nmse(x: ArrayLike, decoded: ArrayLike) -> float:
@@ -22,6 +29,25 @@ def cosine(x: ArrayLike, decoded: ArrayLike) -> float:
     a, b = np.asarray(x, np.float64).ravel(), np.asarray(decoded, np.float64).ravel()
     lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float(a @ b) / lengths if lengths else 0.0
+
+
+def length(arrays: Iterable[NDArray[Any]]) -> float:
+    """Euclidean length of floating-point arrays of any shapes taken as one vector, 0 without any.
+
+    Right also where squares leave the range of the dtype; NaN or infinity if there is one.
+    """
+    return math.hypot(*(_length(values.ravel()) for values in arrays))
+
+
+def _length(x: NDArray[Any]) -> float:
+    square = float(np.vdot(x, x))
+    if _LEAST < square < math.inf or x.size == 0:
+        return math.sqrt(square)
+    peak = max(float(x.max()), -float(x.min()))
+    if peak == 0 or not math.isfinite(peak):
+        return peak
+    scaled = x / x.dtype.type(peak)
+    return peak * math.sqrt(float(np.vdot(scaled, scaled)))
 
 
 def bits_per_parameter(nbytes: int, parameters: int) -> float:

@@ -39,6 +39,7 @@ from fedcomp import (
 from fedcomp.codecs.sketch import sketch
 from fedcomp.feedback import EMPTY, CAFeGuard, EF21Server, FetchSGDServer, feedbacks
 from fedcomp.feedback.stored import PRECISIONS, memory_layout, pack_memory, unpack_memory
+from fedcomp.metrics import length
 
 LAYOUT = Layout((Tensor("a", (20, 30)), Tensor("b", (40,))))
 ZERO = {t.name: np.zeros(t.shape, np.float32) for t in LAYOUT.tensors}
@@ -207,6 +208,45 @@ def test_a_residual_that_is_too_long_is_shortened_and_the_frame_says_so() -> Non
         assert done.residual_ratio <= 2.0001
     assert not shortened[0]
     assert shortened[-1]
+
+
+@pytest.mark.parametrize("feedback", [ErrorFeedback(max_norm=2), DGC(max_norm=2)], ids=str)
+def test_an_update_of_length_zero_shortens_nothing(feedback: Feedback) -> None:
+    """C3: a client that found nothing to train on once kept nothing of what it owed."""
+    first = send(updates(1)[0], SPARSE, 6, feedback)
+    still = send(ZERO, SPARSE, 7, feedback, memory=first.memory)
+    assert not still.notes.shortened
+    assert still.residual_ratio == 0
+    sent = decompress(still.frame, ZERO)
+    for name in ZERO:
+        former = {slot: values[name] for slot, values in first.memory.slots.items()}
+        owed = former["residual"] + np.float32(0.9) * former.get("momentum", np.float32(0))
+        assert np.allclose(sent[name] + still.memory.slots["residual"][name], owed, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-42, 1e-30, 1e-15, 1.0, 1e15, 1e30, 1e36])
+def test_lengths_are_right_over_the_whole_range_of_float32(scale: float) -> None:
+    """C3: squares leave it at 1e-23 and 1e19, after which nothing, or everything, was too long."""
+    given, ratios, shortened = updates(12), [], []
+    memory = EMPTY
+    for round_, update in enumerate(given, 1):
+        scaled = {name: values * np.float32(scale) for name, values in update.items()}
+        done = send(scaled, Plan(TopK(0.05), gentle_share=0), round_, ErrorFeedback(max_norm=2), memory=memory)
+        memory = done.memory
+        assert done.norm == pytest.approx(scale * length(update.values()), rel=0.01)
+        ratios.append(done.residual_ratio)
+        shortened.append(done.notes.shortened)
+    assert max(ratios) == pytest.approx(2, rel=0.01)
+    assert not any(shortened[:2])
+    assert shortened[-1]
+
+
+def test_lengths_of_odd_arrays() -> None:
+    assert length([]) == length([np.zeros(0, np.float32), np.zeros((3, 4))]) == 0
+    assert length([np.array(-3.0), np.full((2, 2), 2, np.float32).T]) == 5
+    assert length([np.array([1e200, -1e200])]) == pytest.approx(2**0.5 * 1e200)
+    assert length([np.array([1.0, -np.inf])]) == np.inf
+    assert np.isnan(length([np.array([1.0, np.nan])]))
 
 
 @pytest.mark.parametrize("feedback", [ErrorFeedback(), DGC(), EF21()], ids=str)

@@ -7,7 +7,6 @@ The memory e is the *residual*. With clients that take part rarely it settles at
 at .1 to .01 bits per parameter and one round in ten) and still helps; shrinking it with age loses most of the gain.
 """
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,6 +16,7 @@ from fedcomp import _validate
 from fedcomp.codec import Codec, Parts
 from fedcomp.feedback.scheme import Feedback, Slots, refuse_unless_contractive, register
 from fedcomp.layout import Layout, Vector
+from fedcomp.metrics import length
 from fedcomp.plan import Plan
 
 
@@ -26,7 +26,8 @@ class Remembering(Feedback):
 
     Args:
         max_norm: longest residual, in lengths of the update it is made with; 0: no limit. Smaller: a client that was
-            away, or whose task changed, disturbs less, and loses more. When it acts, the frame says so.
+            away, or whose task changed, disturbs less, and loses more. When it acts, the frame says so. An update of
+            length 0, as of a client that found nothing to train on, is no measure: it shortens nothing.
         max_age: rounds after which a residual is dropped; 0: never. When it acts, the frame says so.
     """
 
@@ -43,8 +44,10 @@ class Remembering(Feedback):
 
     def limit(self, memory: dict[str, dict[str, Vector]], norm: float) -> bool:
         """See Feedback."""
-        total = math.sqrt(sum(float(np.vdot(v, v)) for v in memory.get("residual", {}).values()))
-        if not self.max_norm or total <= self.max_norm * norm:
+        if not self.max_norm or not norm:
+            return False
+        total = length(memory.get("residual", {}).values())
+        if total <= self.max_norm * norm:
             return False
         factor = np.float32(self.max_norm * norm / total)
         for slot in memory.values():
