@@ -30,7 +30,7 @@ import numpy as np
 import ray
 from flwr.serverapp import ServerApp
 from flwr.simulation import run_simulation
-from fedcomp_clients import compress_mod
+from fedcomp_clients import CompressMod, FileStore
 from fedcomp_simulations.apps import client_app, server_app
 from test_simulation_ray import METHODS, SEED, SMALL
 
@@ -46,7 +46,7 @@ def main(grid, context):
 
 ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False, _temp_dir=folder)
 try:
-    clients = client_app(SMALL, SEED, compress_mod)
+    clients = client_app(SMALL, SEED, CompressMod(FileStore(precision="float32")))
     run_simulation(app, clients, SMALL.clients, backend_config={"client_resources": {"num_cpus": 1}})
 finally:
     ray.shutdown()

@@ -144,7 +144,7 @@ def test_a_failing_client_is_counted_and_named(monkeypatch: pytest.MonkeyPatch) 
     def either(message: Message, context: Context, call_next: Next) -> Message:
         return mod(message, context, lambda m, c: fail_one(m, c, call_next))
 
-    monkeypatch.setattr(runner, "CompressMod", lambda store, monitor: either)
+    monkeypatch.setattr(runner, "CompressMod", lambda *args: either)
     everyone = replace(TINY, clients_per_round=20, rounds=2)
     result = run_one(everyone, SIGN, 0, silent)
     assert (result.uploads, result.failures) == (38, 2)
@@ -155,7 +155,7 @@ def test_a_round_without_any_usable_reply_keeps_the_model(monkeypatch: pytest.Mo
     def fail(message: Message, context: Context, call_next: Next) -> Message:
         raise OSError("all down")
 
-    monkeypatch.setattr(runner, "CompressMod", lambda store, monitor: fail)
+    monkeypatch.setattr(runner, "CompressMod", lambda *args: fail)
     result = run_one(replace(TINY, rounds=2), FLOAT32, 0, silent)
     assert (result.uploads, result.failures, result.payload_bytes_up) == (0, 8, 0)
     assert result.payload_per_upload == 0
