@@ -290,6 +290,8 @@ def _open(frame: bytes) -> tuple[_Head, _Reader]:
 
 def _read_notes(reader: _Reader, flags: int) -> Notes:
     number = reader.varint() if flags & _NUMBERED else None
+    if number is not None and number >> 63:  # as far as the integers of Flower's messages go
+        raise FrameError(f"frame has a client number of {number}, expected one below 2^63")
     predicted, reset, shortened, unkept = (bool(flags & bit) for bit in (_PREDICTED, _RESET, _SHORTENED, _UNKEPT))
     return Notes(predicted, reset, shortened, number, unkept)
 

@@ -103,3 +103,18 @@ def test_two_devices_with_one_partition_id_train_on_with_their_own_memories(capl
     assert [t for t in told if t] == [dict.fromkeys(nodes, ack) for ack in (None, 1, 2, 3)]
     assert not any(traffic.resets for traffic in strategy.traffic)
     assert caplog.text.count("says that it is client 0") == 2
+
+
+def test_a_node_that_fell_silent_counts_as_gone_though_flower_still_lists_it() -> None:
+    acks = Acknowledgements()
+    acks.accept(11, 5, 0)
+    acks.accept(12, 5, 1)
+    acks.miss(11)
+    assert acks.orphans([11, 12, 99]) == [0, 5]
+    acks.accept(99, 6, 0)
+    assert acks.orphans([11, 12, 99]) == []
+    acks.accept(11, 7)  # it was only slow
+    assert acks.told(11) == 7
+    acks.miss(12)
+    acks.accept(12, 7)
+    assert acks.orphans([11, 12, 99]) == []

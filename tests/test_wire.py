@@ -127,7 +127,7 @@ def test_inspect_tells_what_a_frame_says() -> None:
     assert told["layout"] == LAYOUT.digest.hex()
 
 
-@pytest.mark.parametrize("number", [None, 0, 300])
+@pytest.mark.parametrize("number", [None, 0, 300, 2**63 - 1])
 @pytest.mark.parametrize("bits", range(16))
 def test_every_combination_of_notes_travels(bits: int, number: int | None) -> None:
     predicted, reset, shortened, unkept = (bool(bits & 1 << bit) for bit in range(4))
@@ -142,6 +142,19 @@ def test_every_combination_of_notes_travels(bits: int, number: int | None) -> No
     assert told == {
         key: value for key, value in vars(notes).items() if value is True or (key == "number" and number is not None)
     }
+
+
+def test_numbers_beyond_flowers_integers_are_refused() -> None:
+    """The server tells them to other clients, in a message that could not be sent."""
+    layout = Layout.vector(20)
+    parts = [Sign().encode(np.ones(20, np.float32), layout, np.random.default_rng(0))]
+    frame = wire.pack(
+        wire.Contents(Plan(Sign(), gentle_share=0), layout, 1, parts, {}, wire.Notes(number=2**63)), layout
+    )
+    for read in (wire.inspect, lambda data: wire.unpack(data, layout)):
+        with pytest.raises(FrameError, match="below 2"):
+            read(frame)
+    assert wire.peek(frame) is None
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -25,14 +25,15 @@ class Acknowledgements:
         self._rounds: dict[int, int] = {}
         self._nodes: dict[int, int] = {}  # by number
         self._present: set[int] = set()
+        self._silent: set[int] = set()
 
     def told(self, node: int) -> int | None:
         """The last round of which an upload of the node was used; None for a node without one."""
         return self._rounds.get(node)
 
     def orphans(self, present: Collection[int]) -> list[int]:
-        """[number, round, ...] of clients whose nodes are not present, those seen last first, at most 64."""
-        self._present = set(present)
+        """[number, round, ...] of clients whose nodes are gone or silent, those seen last first, at most 64."""
+        self._present = set(present) - self._silent
         gone = ((self._rounds[node], number) for number, node in self._nodes.items() if node not in self._present)
         return [value for round_, number in nlargest(MOST_ORPHANS, gone) for value in (number, round_)]
 
@@ -42,6 +43,11 @@ class Acknowledgements:
             self._introduce(node, number)
         self._rounds[node] = round
         self._present.add(node)
+        self._silent.discard(node)
+
+    def miss(self, node: int) -> None:
+        """The node was asked and sent nothing usable: Flower goes on listing a dead node for a while."""
+        self._silent.add(node)
 
     def _introduce(self, node: int, number: int) -> None:
         """Make a new node the successor of the one that had its number, if that is gone."""

@@ -331,6 +331,8 @@ class Compressed(Strategy):
             for reply in outcome.replies
             if not reply.cause and reply.notes is not None and self._counts(reply.message, key)
         }
+        for node in sent.asked.keys() - {reply.node for reply in outcome.replies if not reply.cause}:
+            self._acks.miss(node)
         self._confirm(outcome.replies, sent)
         self._account(replies, outcome.replies, sent, list(used.values()))
         arrays = outcome.arrays
