@@ -48,6 +48,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "rvq": {"codec": {"codec": "rvq", "dim": 4, "size": 16}},
     "e8": {"codec": {"codec": "e8", "bits": 1.0}},
     "lowrank": {"codec": {"codec": "lowrank", "rank": 3, "factors": {"codec": "uniform"}}},
+    "lrq": {"codec": {"codec": "lrq", "step": 0.5}},
+    "lrq-large": {"codec": {"codec": "lrq", "bits": 2.0, "rank": 4}},
     "powersgd": {"codec": {"codec": "powersgd", "rank": 3}},
     "tensortrain": {"codec": {"codec": "tensortrain", "rank": 3}},
     "sketch": {"codec": {"codec": "sketch", "ratio": 4.0, "keep": 0.2}},
@@ -57,7 +59,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 PLATFORM_BOUND = {
-    "vq", "rvq", "eden", "e8", "lowrank", "powersgd", "tensortrain", "lloydmax", "log", "ecsq", "trellis",
+    "vq", "rvq", "eden", "e8", "lowrank", "lrq", "powersgd", "tensortrain", "lloydmax", "log", "ecsq", "trellis",
 }  # fmt: skip
 PLATFORM_FREE = [name for name, plan in PLANS.items() if plan["codec"]["codec"] not in PLATFORM_BOUND]
 """Those whose encoder hangs on no matrix product, logarithm or near-tie of a machine's own."""

@@ -6,7 +6,7 @@
     M' = sum_k (a_k / g_k) (b_k step)^T
 
 Since its partner has length 1, an error in s_k u_k or in g_k w_k is as large an error in M': one step for both, and for
-all matrices, is what reverse water-filling asks for (see `ecsq`). The rank falls out: weak directions round to nothing.
+all matrices, is what reverse water-filling asks for (see `ecsq`). The rank falls out: weak directions do not pay.
 Client updates are nearly of low rank, so that this takes several times fewer bytes than to quantize value by value at
 equal error. The decomposition is that of `lowrank`.
 
@@ -40,13 +40,13 @@ _LONG, _SHORT, _VECTOR, _MATRIX = range(4)  # kinds of columns
 _ZERO, _POINTWISE = range(2)  # modes; 1 + r stands for factors of rank r
 _FEW = 4096  # so many values are coded like factors; above, with tables, by rows and columns
 _SLOPE = 0.1
+_LEAST_GAIN = 0.5  # squared steps, of a direction for each of its values that is not zero: those take about 5 bits
 _RHO = 0.39
 _SHIFT = 0.06  # rho is so much less between quiet neighbours, and so much more between busy ones
 _RIDGE = 1e-7  # of the mean square length of the factors: parallel ones must not end in a division by zero
 _TRIES = 12  # of steps, while the bits are not
-_NEAR_ENOUGH = 0.98  # of those to aim at
-_MOST_BITS = 16  # times those to aim at: a first guess for the least step
-_FIXED_BITS = 28  # of the step, of the modes' first byte, and what the coders round up
+_NEAR_ENOUGH = 0.03  # octaves below those to aim at
+_GUESS = 4.0
 _LARGEST = 0x7F7F  # upper half of the largest float32
 
 
@@ -57,7 +57,8 @@ class LRQ(ContractiveCodec):
 
     Args:
         step: the step in units of the bucket's root mean square, above 0 to 1000. Larger: fewer bytes, more error.
-        bits: instead of the step, the bits per value to aim at, above 0 to 12, the frame's header not included.
+        bits: instead of the step, the bits per value to aim at, above 0 to 12. The frame has about 12 bytes more, and
+            5 bits for each tensor.
         rank: most columns of a factor, 1 to 64. Larger: less error at high rates, slower.
         rho: rounding offset, up to 0.5 (nearest). Smaller: more zeros. 0: 0.39, and chosen from the data for large
             tensors that are sent value by value.
@@ -91,7 +92,7 @@ class LRQ(ContractiveCodec):
         sources = [_Source.of(x[place.where], place, rng) for place in _places(layout, self.rank)]
         if not x.any():
             return {"step": np.array(0)}
-        encoder = _Encoder(sources, exponent, self.rho, self.rank)
+        encoder = _Encoder(sources, exponent, self.rho)
         if self.step:
             chosen = encoder.at(max(self.step * root_mean_square(x), peak(x) / TOP))
         else:
@@ -280,7 +281,8 @@ class _Source:
         gram = unit @ unit.T
         fitted = np.linalg.solve(gram + _RIDGE * np.eye(len(gram)), seen)
         short = _round(fitted / step, rho)
-        kept = short.any(axis=1)
+        sent = np.count_nonzero(long, axis=1) + np.count_nonzero(short, axis=1)
+        kept = np.square(short).sum(axis=1) > _LEAST_GAIN * sent  # what a direction gains, for what it costs
         long, short = long[kept], short[kept]
         if len(long):
             gain = 2 * step * float((seen[kept] * short).sum())
@@ -347,7 +349,6 @@ class _Encoder:
     sources: list[_Source]
     exponent: int
     rho: float
-    rank: int
 
     def at(self, step: float) -> _Attempt:
         """At a given step: once each tensor for itself, once knowing what others have in common with it."""
@@ -358,16 +359,16 @@ class _Encoder:
         """At the step that needs about so many bits, by false position: of all within, the least error."""
         low, high = np.log2(least), np.log2(max(peak(source.strong) for source in self.sources) + 1) + 1
         best = last = self._attempt(_write_step(2.0**high, self.exponent), Tally.none())
-        many, few = np.log2(_MOST_BITS * bits), np.log2(last.bits)
+        excess, lack = _GUESS, -_GUESS  # octaves of bits too many at the low end, too few at the high end
         for _ in range(_TRIES):
-            share = np.clip((many - np.log2(bits)) / (many - few), 0.1, 0.9)
-            middle = low + share * (high - low)
+            middle = low + np.clip(excess / (excess - lack), 0.1, 0.9) * (high - low)
             last = self._attempt(_write_step(2.0**middle, self.exponent), last.tally)
-            if last.bits > bits:
-                low, many = middle, np.log2(last.bits)
+            off = np.log2(max(last.bits, 1e-3) / bits)
+            if off > 0:
+                low, excess = middle, off
                 continue
-            high, few, best = middle, np.log2(last.bits), min(best, last, key=lambda attempt: attempt.error)
-            if last.bits > _NEAR_ENOUGH * bits:
+            high, lack, best = middle, max(off, -_GUESS), min(best, last, key=lambda attempt: attempt.error)
+            if off > -_NEAR_ENOUGH:
                 break
         return best
 
@@ -380,8 +381,7 @@ class _Encoder:
             min(source.ways(step, self.rho or _RHO), key=lambda way: way.cost(price, prices)) for source in self.sources
         )
         tally = sum((way.tally for way in ways), Tally.none())
-        modes = len(ways) * (self.rank + 1).bit_length()
-        bits = _FIXED_BITS + modes + tally.bits() + sum(way.bits for way in ways)
+        bits = tally.bits() + sum(way.bits for way in ways)
         return _Attempt(written, ways, tally, bits, sum(way.error for way in ways))
 
     def _scaled(self, written: int) -> float:
