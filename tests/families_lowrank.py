@@ -2,7 +2,6 @@
 
 from fedcomp import Codec, Identity, Sign, TopK, Uniform
 from fedcomp.codecs.lowrank import LowRank
-from fedcomp.codecs.lrq import LRQ
 from fedcomp.codecs.powersgd import PowerSGD
 from fedcomp.codecs.tensortrain import TensorTrain
 
@@ -12,10 +11,6 @@ CODECS: list[Codec] = [
     LowRank(2, factors=Uniform(1)),
     LowRank(2, factors=Identity("float16")),
     LowRank(1, factors=TopK(0.5, values=Sign())),
-    LRQ(bits=0.5),
-    LRQ(step=0.3, rank=3),
-    LRQ(step=1e-3, rank=1, rho=0.5),
-    LRQ(bits=12, rank=64, rho=0.2),
     PowerSGD(),
     PowerSGD(1, factors=Uniform(4, block=8), seed=7, warm=False),
     TensorTrain(1),

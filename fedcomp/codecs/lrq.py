@@ -10,9 +10,10 @@ all matrices, is what reverse water-filling asks for (see `ecsq`). The rank fall
 Client updates are nearly of low rank, so that this takes several times fewer bytes than to quantize value by value at
 equal error. The decomposition is that of `lowrank`.
 
-Each tensor goes the way of the least D + lambda R, with lambda = 0.1 step^2 squared errors a bit: as factors, value by
-value with the same step (vectors always), or not at all. Integers with quiet neighbours in their column are rounded
-down a little more, and those between busy ones a little less, since there they cost more or fewer bits.
+Each tensor goes the way of the least D + lambda R: as factors, value by value with the same step (vectors always), or
+not at all. lambda is below the slope at which the step trades error for bits, and at most 0.1 step^2. Integers with
+quiet neighbours in their column are rounded down a little more, and those between busy ones a little less, since there
+they cost more or fewer bits.
 """
 
 from collections.abc import Iterator
@@ -39,13 +40,16 @@ Matrix = NDArray[np.float32]
 _LONG, _SHORT, _VECTOR, _MATRIX = range(4)  # kinds of columns
 _ZERO, _POINTWISE = range(2)  # modes; 1 + r stands for factors of rank r
 _FEW = 4096  # so many values are coded like factors; above, with tables, by rows and columns
-_SLOPE = 0.1
+_SLOPE = 0.1  # lambda in squared steps a bit, at most
+_SHARE = 0.75  # and of the slope for values one by one: near its end, where all is zero, nothing would ever be sent
 _LEAST_GAIN = 0.5  # squared steps, of a direction for each of its values that is not zero: those take about 5 bits
 _RHO = 0.39
 _SHIFT = 0.06  # rho is so much less between quiet neighbours, and so much more between busy ones
 _RIDGE = 1e-7  # of the mean square length of the factors: parallel ones must not end in a division by zero
 _TRIES = 12  # of steps, while the bits are not
-_NEAR_ENOUGH = 0.03  # octaves below those to aim at
+_NEAR_ENOUGH = 0.015  # octaves below those to aim at
+_CLOSE = 1 / 100  # octaves between steps
+_SETTLED = 4  # so many tries may choose rho, then it stays, lest the bits jump with it
 _GUESS = 4.0
 _LARGEST = 0x7F7F  # upper half of the largest float32
 
@@ -92,7 +96,7 @@ class LRQ(ContractiveCodec):
         sources = [_Source.of(x[place.where], place, rng) for place in _places(layout, self.rank)]
         if not x.any():
             return {"step": np.array(0)}
-        encoder = _Encoder(sources, exponent, self.rho)
+        encoder = _Encoder(sources, Cells.of(x), exponent, self.rho)
         if self.step:
             chosen = encoder.at(max(self.step * root_mean_square(x), peak(x) / TOP))
         else:
@@ -157,7 +161,7 @@ class _Place:
 
     def columns(self, mode: int) -> Iterator[tuple[tuple[int, int], int]]:
         """Shapes (rows, columns) and kinds of the matrices of integers that are coded as columns."""
-        if mode > _POINTWISE:
+        if mode > _POINTWISE and self.rank:
             rank, (short, long) = min(mode - 1, self.rank), sorted(sides(self.tensor))
             yield (long, rank), _LONG
             yield (short, rank), _SHORT
@@ -260,15 +264,17 @@ class _Source:
         """The ways to send it at a step."""
         yield _Way(_ZERO, self.energy)
         if self.cells:
-            bits, error = self.cells.estimate(step, rho, False)
-            size = self.place.tensor.size
-            yield _Way(_POINTWISE, error * step**2 * size, bits * size)
+            yield _with_tables(self.cells, step, rho)
         else:
             q = _round(self.matrix.T / np.float32(step), rho)
             error = float(np.square(self.matrix.T - q * step).sum())
             yield _Way(_POINTWISE, error, 0.0, (q,), (_MATRIX if self.place.rank else _VECTOR,))
         if len(self.strong):
             yield from self._factors(step, rho)
+
+    def has_tables(self, way: "_Way") -> bool:
+        """Whether it is large, and sent value by value."""
+        return self.place.is_large and way.mode == _POINTWISE
 
     def _factors(self, step: float, rho: float) -> "Iterator[_Way]":
         long = _round(self.strong / np.float32(step), rho)
@@ -331,12 +337,22 @@ class _Way:
         return self.error + price * bits
 
 
+def _with_tables(cells: Cells, step: float, rho: float) -> _Way:
+    """How a large tensor is sent value by value, as estimated from its histogram."""
+    bits, error = cells.estimate(step, rho, False)
+    return _Way(_POINTWISE, error * step**2 * cells.size, bits * cells.size)
+
+
 @dataclass(frozen=True)
 class _Attempt:
-    """All tensors at one step, as the frame tells it: the way each is sent, and about what that costs."""
+    """All tensors at one step, as the frame tells it: the way each is sent, and about what that costs.
+
+    rho is that of the large tensors that are sent value by value; chosen for them, it is not that of the factors.
+    """
 
     written: int
-    ways: tuple[_Way, ...]
+    rho: float
+    ways: list[_Way]
     tally: Tally
     bits: float
     error: float
@@ -347,42 +363,49 @@ class _Encoder:
     """The search for the step, and for the way of each tensor; steps are scaled by 2^-exponent, as the sources are."""
 
     sources: list[_Source]
+    cells: Cells
     exponent: int
     rho: float
 
     def at(self, step: float) -> _Attempt:
         """At a given step: once each tensor for itself, once knowing what others have in common with it."""
         written = _write_step(step, self.exponent)
-        return self._attempt(written, self._attempt(written, Tally.none()).tally)
+        return self._attempt(written, self._attempt(written, Tally.none(), self.rho).tally, self.rho)
 
     def near(self, bits: float, least: float) -> _Attempt:
         """At the step that needs about so many bits, by false position: of all within, the least error."""
         low, high = np.log2(least), np.log2(max(peak(source.strong) for source in self.sources) + 1) + 1
-        best = last = self._attempt(_write_step(2.0**high, self.exponent), Tally.none())
+        best = last = self._attempt(_write_step(2.0**high, self.exponent), Tally.none(), self.rho)
         excess, lack = _GUESS, -_GUESS  # octaves of bits too many at the low end, too few at the high end
-        for _ in range(_TRIES):
+        for index in range(_TRIES):
             middle = low + np.clip(excess / (excess - lack), 0.1, 0.9) * (high - low)
-            last = self._attempt(_write_step(2.0**middle, self.exponent), last.tally)
+            rho = last.rho if index >= _SETTLED else self.rho
+            last = self._attempt(_write_step(2.0**middle, self.exponent), last.tally, rho)
             off = np.log2(max(last.bits, 1e-3) / bits)
             if off > 0:
                 low, excess = middle, off
-                continue
-            high, lack, best = middle, max(off, -_GUESS), min(best, last, key=lambda attempt: attempt.error)
-            if off > -_NEAR_ENOUGH:
+            else:
+                high, lack, best = middle, max(off, -_GUESS), min(best, last, key=lambda attempt: attempt.error)
+            if -_NEAR_ENOUGH < off <= 0 or high - low < _CLOSE:
                 break
         return best
 
-    def _attempt(self, written: int, like: Tally) -> _Attempt:
+    def _attempt(self, written: int, like: Tally, rho: float) -> _Attempt:
+        """Columns may be like those of another attempt. With rho = 0 that of large tensors is chosen."""
         step = self._scaled(written)
         if not step:
-            return _Attempt(0, (), Tally.none(), 0.0, np.inf)
-        prices, price = like.prices(), _SLOPE * step**2
-        ways = tuple(
-            min(source.ways(step, self.rho or _RHO), key=lambda way: way.cost(price, prices)) for source in self.sources
-        )
+            return _Attempt(0, 0.0, [], Tally.none(), 0.0, np.inf)
+        prices, price = like.prices(), min(_SLOPE, _SHARE * self.cells.slope(step)) * step**2
+        usual = self.rho or _RHO
+        ways = [min(source.ways(step, usual), key=lambda way: way.cost(price, prices)) for source in self.sources]
+        if any(source.has_tables(way) for source, way in zip(self.sources, ways, strict=True)):
+            rho = rho or self.cells.best_rho(step)
+            for index, source in enumerate(self.sources):
+                if source.cells and source.has_tables(ways[index]):
+                    ways[index] = _with_tables(source.cells, step, rho)
         tally = sum((way.tally for way in ways), Tally.none())
         bits = tally.bits() + sum(way.bits for way in ways)
-        return _Attempt(written, ways, tally, bits, sum(way.error for way in ways))
+        return _Attempt(written, rho, ways, tally, bits, sum(way.error for way in ways))
 
     def _scaled(self, written: int) -> float:
         return float(np.ldexp(_read_step(written), -self.exponent))
@@ -394,12 +417,11 @@ class _Encoder:
             "modes": np.array([way.mode for way in chosen.ways], np.uint8),
         }
         ways = zip(self.sources, chosen.ways, strict=True)
-        large = [s.values for s, way in ways if s.place.is_large and way.mode == _POINTWISE]
+        large = [source.values for source, way in ways if source.has_tables(way)]
         if large:
             x, step = np.concatenate(large), np.float32(self._scaled(chosen.written))
-            rho = self.rho or Cells.of(x).best_rho(float(step))
-            top = int(min(peak(x) / float(step) + rho, TOP))
-            q, offsets = round_down(x, step, rho, top)
+            top = int(min(peak(x) / float(step) + chosen.rho, TOP))
+            q, offsets = round_down(x, step, chosen.rho, top)
             parts |= {"top": np.array(top), "offsets": offsets, "q": q}
         columns = [columns.ravel() for way in chosen.ways for columns in way.columns]
         return {**parts, "columns": np.concatenate([np.zeros(0, np.int32), *columns]).astype(np.int32)}
