@@ -267,8 +267,9 @@ class _Source:
             yield _with_tables(self.cells, step, rho)
         else:
             q = _round(self.matrix.T / np.float32(step), rho)
-            error = float(np.square(self.matrix.T - q * step).sum())
-            yield _Way(_POINTWISE, error, 0.0, (q,), (_MATRIX if self.place.rank else _VECTOR,))
+            if q.any():
+                error = float(np.square(self.matrix.T - q * step).sum())
+                yield _Way(_POINTWISE, error, 0.0, (q,), (_MATRIX if self.place.rank else _VECTOR,))
         if len(self.strong):
             yield from self._factors(step, rho)
 
@@ -333,7 +334,7 @@ class _Way:
 
     def cost(self, price: float, like: NDArray[np.float64]) -> float:
         """D + lambda R. Columns may cost what they do by themselves, or at the prices of others that they are like."""
-        bits = min(self.tally.bits(), self.tally.bits_at(like)) if self.columns else self.bits
+        bits = self.tally.bits_at(like) if self.columns else self.bits
         return self.error + price * bits
 
 

@@ -41,6 +41,9 @@ _NEAR, _LEFT = 3, 4  # contexts of a flag within its column, within its row
 _FLAGS = KINDS * _COLUMNS * _NEAR * _LEFT
 _CONTEXTS = _FLAGS + KINDS * _COLUMNS * 2 * _PLANES
 
+_PRIOR = np.full((_CONTEXTS, 2), 0.5)
+_PRIOR[:_FLAGS] = 0.9, 0.1  # most values are zero
+
 _PRECISION = 14
 _FLOOR = 1 << 16  # states are in [2**16, 2**24); bytes move in and out
 _STATE_BYTES = 3
@@ -78,7 +81,7 @@ class Tally:
 
     def prices(self) -> NDArray[np.float64]:
         """Bits of a 0 and of a 1 in each context (contexts, 2), for columns like these."""
-        known = self.counts + 0.5
+        known = self.counts + _PRIOR
         prices: NDArray[np.float64] = np.log2(known.sum(axis=1, keepdims=True) / known)
         return prices
 
