@@ -109,7 +109,7 @@ def encode_columns(values: NDArray[Any], shapes: Shapes, kinds: Sequence[int]) -
 
     >>> values = np.array([0, 0, 0, 0, 5, -6, 5, 4, 0, 0, 0, 0] * 20)
     >>> len(encode_columns(values, [(240, 1)], [0]))
-    58
+    54
     """
     values = values.astype(np.int64, copy=False)
     if values.size != _count(shapes) or np.abs(values).max(initial=0) > TOP:
