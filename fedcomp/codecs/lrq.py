@@ -40,11 +40,12 @@ Matrix = NDArray[np.float32]
 _LONG, _SHORT, _VECTOR, _MATRIX = range(4)  # kinds of columns
 _ZERO, _POINTWISE = range(2)  # modes; 1 + r stands for factors of rank r
 _FEW = 4096  # so many values are coded like factors; above, with tables, by rows and columns
-_SLOPE = 0.1  # lambda in squared steps a bit, at most
+_SLOPES = (0.01, 0.1)  # lambda in squared steps a bit, at least and at most
 _SHARE = 0.75  # and of the slope for values one by one: near its end, where all is zero, nothing would ever be sent
 _LEAST_GAIN = 0.5  # squared steps, of a direction for each of its values that is not zero: those take about 5 bits
 _RHO = 0.39
 _SHIFT = 0.06  # rho is so much less between quiet neighbours, and so much more between busy ones
+_ROUNDING = 1e-6  # of the energy, what float32 may be off by: never worse than sending zeros
 _RIDGE = 1e-7  # of the mean square length of the factors: parallel ones must not end in a division by zero
 _TRIES = 12  # of steps, while the bits are not
 _NEAR_ENOUGH = 0.02  # octaves below those to aim at
@@ -91,17 +92,17 @@ class LRQ(ContractiveCodec):
         _validate.number(low=0, high=0.5, rho=self.rho)
 
     def _encode(self, x: Vector, layout: Layout, rng: np.random.Generator) -> Parts:
+        if not x.any():
+            return {"step": np.array(0)}
         exponent = int(np.frexp(peak(x))[1])
         x = np.ldexp(x, -exponent)  # to [-1, 1]; steps are scaled alike
         sources = [_Source.of(x[place.where], place, rng) for place in _places(layout, self.rank)]
-        if not x.any():
-            return {"step": np.array(0)}
         encoder = _Encoder(sources, Cells.of(x), exponent, self.rho)
         if self.step:
             chosen = encoder.at(max(self.step * root_mean_square(x), peak(x) / TOP))
         else:
             chosen = encoder.near(self.bits * x.size, peak(x) / TOP)
-        return encoder.parts(chosen) if chosen.written else {"step": np.array(0)}
+        return encoder.parts(chosen)
 
     def schema(self, layout: Layout) -> Schema:
         if not int((yield Count("step", _LARGEST))):
@@ -294,7 +295,8 @@ class _Source:
         if len(long):
             gain = 2 * step * float((seen[kept] * short).sum())
             spent = step**2 * float((gram[np.ix_(kept, kept)] * (short @ short.T)).sum())
-            yield _Way(1 + len(long), self.energy - gain + spent, 0.0, (long, short), (_LONG, _SHORT))
+            error = (1 + _ROUNDING) * self.energy - gain + spent
+            yield _Way(1 + len(long), error, 0.0, (long, short), (_LONG, _SHORT))
 
 
 def _round(t: NDArray[np.floating[Any]], rho: float) -> Ints:
@@ -396,7 +398,7 @@ class _Encoder:
         step = self._scaled(written)
         if not step:
             return _Attempt(0, 0.0, [], Tally.none(), 0.0, np.inf)
-        prices, price = like.prices(), min(_SLOPE, _SHARE * self.cells.slope(step)) * step**2
+        prices, price = like.prices(), float(np.clip(_SHARE * self.cells.slope(step), *_SLOPES)) * step**2
         usual = self.rho or _RHO
         ways = [min(source.ways(step, usual), key=lambda way: way.cost(price, prices)) for source in self.sources]
         if any(source.has_tables(way) for source, way in zip(self.sources, ways, strict=True)):
@@ -413,6 +415,8 @@ class _Encoder:
 
     def parts(self, chosen: _Attempt) -> Parts:
         """What is sent."""
+        if not any(way.mode for way in chosen.ways):
+            return {"step": np.array(0)}
         parts: Parts = {
             "step": np.array(chosen.written),
             "modes": np.array([way.mode for way in chosen.ways], np.uint8),
