@@ -41,17 +41,17 @@ _LONG, _SHORT, _VECTOR, _MATRIX = range(4)  # kinds of columns
 _ZERO, _POINTWISE = range(2)  # modes; 1 + r stands for factors of rank r
 _FEW = 4096  # so many values are coded like factors; above, with tables, by rows and columns
 _SLOPES = (0.01, 0.1)  # lambda in squared steps a bit, at least and at most
-_SHARE = 0.75  # and of the slope for values one by one: near its end, where all is zero, nothing would ever be sent
+_SHARE = 0.75  # lambda over the slope of `Cells`: at the slope itself, few values that matter would look not worth it
 _LEAST_GAIN = 0.5  # squared steps, of a direction for each of its values that is not zero: those take about 5 bits
 _RHO = 0.39
 _SHIFT = 0.06  # rho is so much less between quiet neighbours, and so much more between busy ones
 _ROUNDING = 1e-6  # of the energy, what float32 may be off by: never worse than sending zeros
 _RIDGE = 1e-7  # of the mean square length of the factors: parallel ones must not end in a division by zero
-_TRIES = 12  # of steps, while the bits are not
-_NEAR_ENOUGH = 0.02  # octaves below those to aim at
-_CLOSE = 1 / 24  # octaves between steps: bits can jump where a tensor changes its way
-_SETTLED = 4  # so many tries may choose rho, then it stays, lest the bits jump with it
-_GUESS = 4.0
+_TRIES = 12  # most steps that are tried
+_NEAR_ENOUGH = 0.02  # octaves that the bits may stay below those to aim at
+_CLOSE = 1 / 24  # octaves between two steps that end the search: bits jump where a tensor changes its way
+_SETTLED = 4  # so many tries choose rho, then it stays, lest the bits jump with it
+_GUESS = 4.0  # octaves of bits that the ends of the search are thought to be off, until they have been tried
 _LARGEST = 0x7F7F  # upper half of the largest float32
 
 
@@ -146,7 +146,7 @@ class _Place:
 
     Attributes:
         tensor, where: the tensor and its values.
-        rank: the largest rank of factors that are at most half as large as the tensor; 0 if there are none.
+        rank: the largest rank of factors that are at most half as large as the tensor, and allowed; 0: none.
         turned: whether its columns are the longer side.
     """
 
@@ -335,7 +335,7 @@ class _Way:
         return sum(map(Tally.of, self.columns, self.kinds), Tally.none())
 
     def cost(self, price: float, like: NDArray[np.float64]) -> float:
-        """D + lambda R. Columns may cost what they do by themselves, or at the prices of others that they are like."""
+        """D + lambda R, columns at the prices of others that they are like."""
         bits = self.tally.bits_at(like) if self.columns else self.bits
         return self.error + price * bits
 
@@ -371,7 +371,7 @@ class _Encoder:
     rho: float
 
     def at(self, step: float) -> _Attempt:
-        """At a given step: once each tensor for itself, once knowing what others have in common with it."""
+        """At a given step, twice: the second time knowing what columns cost."""
         written = _write_step(step, self.exponent)
         return self._attempt(written, self._attempt(written, Tally.none(), self.rho).tally, self.rho)
 
