@@ -73,7 +73,25 @@ class Count:
     high: int
 
 
-PartSpec: TypeAlias = Floats | Symbols | Positions | Count
+@dataclass(frozen=True)
+class Columns:
+    """Integers from -32767 to 32767 as an int32 vector, mostly zeros: columns of thin matrices, one after the other.
+
+    `shapes` are the (rows, columns) of the matrices. Each has a kind from 0 to 3; those of one kind are coded with
+    common statistics, learnt on the way. For the few numbers of factors: coding takes a loop over all of them.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, int], ...]
+    kinds: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """How many integers."""
+        return sum(rows * columns for rows, columns in self.shapes)
+
+
+PartSpec: TypeAlias = Floats | Symbols | Positions | Count | Columns
 Schema: TypeAlias = Generator[PartSpec, NDArray[Any], None]
 """Yields the specification of a part, receives the part itself; later parts may depend on earlier ones."""
 

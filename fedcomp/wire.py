@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.codec import Count, Floats, Parts, PartSpec, Positions, Schema, Symbols, symbol_dtype
+from fedcomp.codec import Columns, Count, Floats, Parts, PartSpec, Positions, Schema, Symbols, symbol_dtype
 from fedcomp.descriptor import describe, read_plan, sized
 from fedcomp.entropy import (
+    decode_columns,
     decode_matrices,
     decode_positions,
     decode_symbols,
+    encode_columns,
     encode_matrices,
     encode_positions,
     encode_symbols,
@@ -151,6 +153,8 @@ def _write_part(part: NDArray[Any], spec: PartSpec) -> bytes:
             return encode_positions(part.astype(np.int64, copy=False), spec.universe)  # 32-bit machines index by int32
         case Count():
             return write_varint(int(part))
+        case Columns():
+            return encode_columns(part, spec.shapes, spec.kinds)
 
 
 def _write_planes(words: NDArray[np.uint16]) -> bytes:
@@ -266,6 +270,11 @@ class _Reader:
         self.data = self.data[used:]
         return values
 
+    def columns(self, shapes: tuple[tuple[int, int], ...], kinds: tuple[int, ...]) -> NDArray[np.int32]:
+        values, used = decode_columns(self.data, shapes, kinds)
+        self.data = self.data[used:]
+        return values
+
     def positions(self, count: int, universe: int) -> NDArray[np.int64]:
         values, used = decode_positions(self.data, count, universe)
         self.data = self.data[used:]
@@ -344,6 +353,8 @@ def _read_part(reader: _Reader, spec: PartSpec) -> NDArray[Any]:
             if value > spec.high:
                 raise FrameError(f"part {spec.name!r}: {value} is beyond its limit {spec.high}")
             return np.array(value, np.int64)
+        case Columns():
+            return reader.columns(spec.shapes, spec.kinds)
 
 
 def _read_floats(reader: _Reader, spec: Floats) -> NDArray[np.float32]:

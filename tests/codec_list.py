@@ -6,6 +6,7 @@ import families_sparse
 import numpy as np
 
 from fedcomp import Codebook, Codec, Identity, Sign, TopK, Uniform, VectorQuantizer
+from fedcomp.codecs.lrq import LRQ
 
 _VECTORS = np.random.default_rng(5).standard_normal((15, 4), np.float32)
 
@@ -13,6 +14,10 @@ CODECS: list[Codec] = [
     *families_lowrank.CODECS,
     *families_scalar.CODECS,
     *families_sparse.CODECS,
+    LRQ(bits=0.5),
+    LRQ(step=0.3, rank=3),
+    LRQ(step=1e-3, rank=1, rho=0.5),
+    LRQ(bits=12, rank=64, rho=0.2),
     Identity(),
     Identity("float16"),
     Uniform(8),

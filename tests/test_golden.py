@@ -48,6 +48,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "rvq": {"codec": {"codec": "rvq", "dim": 4, "size": 16}},
     "e8": {"codec": {"codec": "e8", "bits": 1.0}},
     "lowrank": {"codec": {"codec": "lowrank", "rank": 3, "factors": {"codec": "uniform"}}},
+    "lrq": {"codec": {"codec": "lrq", "step": 0.5}},
+    "lrq-factors": {"codec": {"codec": "lrq", "step": 1.0}},
     "powersgd": {"codec": {"codec": "powersgd", "rank": 3}},
     "tensortrain": {"codec": {"codec": "tensortrain", "rank": 3}},
     "sketch": {"codec": {"codec": "sketch", "ratio": 4.0, "keep": 0.2}},
@@ -57,7 +59,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 PLATFORM_BOUND = {
-    "vq", "rvq", "eden", "e8", "lowrank", "powersgd", "tensortrain", "lloydmax", "log", "ecsq", "trellis",
+    "vq", "rvq", "eden", "e8", "lowrank", "lrq", "powersgd", "tensortrain", "lloydmax", "log", "ecsq", "trellis",
 }  # fmt: skip
 PLATFORM_FREE = [name for name, plan in PLANS.items() if plan["codec"]["codec"] not in PLATFORM_BOUND]
 """Those whose encoder hangs on no matrix product, logarithm or near-tie of a machine's own."""
@@ -79,10 +81,25 @@ def example() -> tuple[dict[str, Any], dict[str, Any]]:
     return base, new
 
 
+def factored_example() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Layers of low rank, high, wide and convolutional, and a large one without structure, for lrq."""
+    random = np.random.default_rng(2027)
+    shapes = {"high": (60, 20), "wide": (20, 60), "conv": (8, 6, 3, 3), "noise": (70, 70), "bias": (30,)}
+    base: dict[str, Any] = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    new = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    for name in ("high", "wide"):
+        new[name] = (new[name][:, :2] @ new[name][:2]).astype(np.float32)
+    new["conv"] = np.einsum("oh,iw->oihw", new["conv"][:, 0, :, 0], new["conv"][:6, 1, 0]).astype(np.float32)
+    return base, new
+
+
+EXAMPLES = {"lrq-factors": factored_example}
+
+
 def write(name: str) -> None:
     folder = GOLDEN / name
     folder.mkdir(parents=True)
-    plan, (base, new) = Plan.from_config(PLANS[name]), example()
+    plan, (base, new) = Plan.from_config(PLANS[name]), EXAMPLES.get(name, example)()
     frame = fedcomp.compress(base, new, plan, round=5, rng=fedcomp.generator(1, 5, 3)).frame
     (folder / "config.json").write_text(json.dumps(PLANS[name]) + "\n")
     (folder / "frame.bin").write_bytes(frame)

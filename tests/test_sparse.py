@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import fedcomp
 from fedcomp import Codec, ConfigError, Layout, Plan, Sign, Tensor, TopK, Uniform, nmse, seeded, wire
-from fedcomp.codec import Count, Floats, Parts, PartSpec, Positions, Schema, Symbols, symbol_dtype
+from fedcomp.codec import Columns, Count, Floats, Parts, PartSpec, Positions, Schema, Symbols, symbol_dtype
 from fedcomp.codecs import hadamard, normal
 from fedcomp.codecs.blocktopk import BlockTopK
 from fedcomp.codecs.e8 import E8
@@ -104,6 +104,10 @@ def _forge(spec: PartSpec, rng: np.random.Generator, extreme: bool) -> NDArray[A
             return rng.integers(low, spec.size, spec.count).astype(symbol_dtype(spec.size))
         case Positions():
             return np.sort(rng.choice(spec.universe, spec.count, replace=False)).astype(np.int64)
+        case Columns():
+            ends = np.array([-32767, 32767])
+            values = rng.choice(ends, spec.count) if extreme else rng.integers(-3, 4, spec.count)
+            return values.astype(np.int32)
         case Count():
             return np.array(min(spec.high, 2**32 - 1) if extreme else rng.integers(0, min(spec.high, 40) + 1))
 

@@ -8,6 +8,7 @@ from fedcomp.codecs.identity import Identity
 from fedcomp.codecs.lloydmax import LloydMax
 from fedcomp.codecs.logquant import LogQuantizer
 from fedcomp.codecs.lowrank import LowRank
+from fedcomp.codecs.lrq import LRQ
 from fedcomp.codecs.noisysign import NoisySign
 from fedcomp.codecs.powersgd import PowerSGD
 from fedcomp.codecs.qsgd import QSGD
@@ -24,7 +25,7 @@ from fedcomp.codecs.uniform import Uniform
 from fedcomp.codecs.vq import Codebook, VectorQuantizer
 
 __all__ = [
-    "E8", "ECSQ", "EDEN", "QSGD", "STC", "BlockTopK", "Codebook", "CountSketch", "Identity", "LloydMax", "LogQuantizer",
-    "LowRank", "NoisySign", "PowerSGD", "RandomK", "ResidualVQ", "Sign", "TensorTrain", "TernGrad", "Threshold", "TopK",
-    "Trellis", "Uniform", "VectorQuantizer",
+    "E8", "ECSQ", "EDEN", "LRQ", "QSGD", "STC", "BlockTopK", "Codebook", "CountSketch", "Identity", "LloydMax",
+    "LogQuantizer", "LowRank", "NoisySign", "PowerSGD", "RandomK", "ResidualVQ", "Sign", "TensorTrain", "TernGrad",
+    "Threshold", "TopK", "Trellis", "Uniform", "VectorQuantizer",
 ]  # fmt: skip

@@ -32,7 +32,7 @@ TOP = 32767
 
 MAX = float(np.finfo(np.float32).max)
 LEAST = float(np.finfo(np.float32).smallest_subnormal)
-_CLASSES = 3  # |q| = 1, 2 and all above have an offset each
+CLASSES = 3  # |q| = 1, 2 and all above have an offset each
 _RHOS = (0.5, 0.45, 0.4, 0.35, 0.3, 0.25)
 _RHO = 0.4
 _HALVINGS = 30
@@ -88,7 +88,7 @@ class ECSQ(Codec):
             top = min(int(ratio) + 1, TOP) if peak else 0
             return {**parts, "top": np.array(top), "q": _round_at_random(x, step, top, rng)}
         top = int(min(ratio + rho, TOP))
-        q, offsets = _round_down(x, step, rho, top)
+        q, offsets = round_down(x, step, rho, top)
         return {**parts, "top": np.array(top), "offsets": offsets, "q": q}
 
     def _choose(self, x: Vector, peak: float) -> tuple[np.float32, float]:
@@ -110,17 +110,21 @@ class ECSQ(Codec):
         yield Floats("step", 1, low=0.0)
         top = int((yield Count("top", TOP)))
         if self.rounding == "deadzone":
-            yield Symbols("offsets", min(top, _CLASSES), 256)
+            yield Symbols("offsets", min(top, CLASSES), 256)
         yield Symbols("q", layout.size, 2 * top + 1, matrix_shapes(layout))
 
     def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
-        top = int(parts["top"])
-        levels = np.arange(1, top + 1, dtype=np.float64)
-        if "offsets" in parts:
-            levels += read_offsets(parts["offsets"])[np.minimum(levels.astype(np.int64), _CLASSES) - 1]
-        levels = np.minimum(levels * float(parts["step"][0]), MAX)
-        every = np.concatenate([-levels[::-1], [0], levels]).astype(np.float32)
-        yield Levels(slice(0, layout.size), parts["q"], every)
+        yield Levels(slice(0, layout.size), parts["q"], levels(float(parts["step"][0]), parts))
+
+
+def levels(step: float, parts: Parts) -> Vector:
+    """What each symbol stands for (2 top + 1,), by the parts top and offsets, if there are any."""
+    top = int(parts["top"])
+    sizes = np.arange(1, top + 1, dtype=np.float64)
+    if "offsets" in parts:
+        sizes += read_offsets(parts["offsets"])[np.minimum(sizes.astype(np.int64), CLASSES) - 1]
+    sizes = np.minimum(sizes * step, MAX)
+    return np.concatenate([-sizes[::-1], [0], sizes]).astype(np.float32)
 
 
 def check_step_or_bits(name: str, step: float, bits: float) -> None:
@@ -171,12 +175,12 @@ def _round_at_random(x: Vector, step: np.float32, top: int, rng: np.random.Gener
     return q
 
 
-def _round_down(x: Vector, step: np.float32, rho: float, top: int) -> tuple[NDArray[Any], NDArray[np.uint8]]:
-    """Symbols (x.size,) and the offsets of the classes that can occur."""
+def round_down(x: Vector, step: np.float32, rho: float, top: int) -> tuple[NDArray[Any], NDArray[np.uint8]]:
+    """Symbols (x.size,), q + top, and the offsets of the classes that can occur."""
     if top == 0:
         return np.zeros(x.size, np.uint8), np.zeros(0, np.uint8)
     q = np.empty(x.size, symbol_dtype(2 * top + 1))
-    count, excess = np.zeros(_CLASSES + 1), np.zeros(_CLASSES + 1)
+    count, excess = np.zeros(CLASSES + 1), np.zeros(CLASSES + 1)
     for start in range(0, x.size, CHUNK):
         t = x[start : start + CHUNK] / step
         size = np.abs(t)
@@ -184,9 +188,9 @@ def _round_down(x: Vector, step: np.float32, rho: float, top: int) -> tuple[NDAr
         np.minimum(k, np.float32(top), out=k)
         np.floor(k, out=k)
         size -= k
-        kind = np.minimum(k, np.float32(_CLASSES)).astype(np.int32)
-        count += np.bincount(kind, minlength=_CLASSES + 1)
-        excess += np.bincount(kind, size, _CLASSES + 1)
+        kind = np.minimum(k, np.float32(CLASSES)).astype(np.int32)
+        count += np.bincount(kind, minlength=CLASSES + 1)
+        excess += np.bincount(kind, size, CLASSES + 1)
         np.copysign(k, t, out=k)
         k += np.float32(top)
         q[start : start + CHUNK] = k.astype(np.int32)
@@ -236,9 +240,9 @@ class Cells:
             return self._bits(mass, step), float(self.share @ (upper * (1 - upper)))
         k = np.minimum(np.floor(t + rho), TOP)
         index = k.astype(np.int64)
-        kind = np.minimum(index, _CLASSES)
-        count = np.bincount(kind, self.share, _CLASSES + 1)
-        excess = np.bincount(kind, self.share * (t - k), _CLASSES + 1)
+        kind = np.minimum(index, CLASSES)
+        count = np.bincount(kind, self.share, CLASSES + 1)
+        excess = np.bincount(kind, self.share * (t - k), CLASSES + 1)
         offset = np.concatenate([[0], (excess / np.maximum(count, 1e-300))[1:]])
         return self._bits(np.bincount(index, self.share), step), float(self.share @ np.square(t - k - offset[kind]))
 

@@ -70,12 +70,12 @@ def thin_shapes(tensor: Tensor, rank: int) -> tuple[Shape, ...]:
     """Shapes (m, r), (r, n) of the factors of a tensor as a matrix, or none if they would be no smaller."""
     if len(tensor.shape) < 2 or tensor.size == 0:
         return ()
-    m, n = _sides(tensor)
+    m, n = sides(tensor)
     r = min(rank, m, n)
     return ((m, r), (r, n)) if r * (m + n) < m * n else ()
 
 
-def _sides(tensor: Tensor) -> tuple[int, int]:
+def sides(tensor: Tensor) -> tuple[int, int]:
     """(rows, columns): outputs x the rest; outputs, kernel rows x inputs, kernel columns where that is squarer."""
     m = tensor.shape[0]
     n = tensor.size // m
@@ -96,7 +96,7 @@ def to_matrix(x: Vector, tensor: Tensor) -> Matrix:
     """The elements of a tensor as a matrix."""
     if _is_regrouped(tensor):
         x = x.reshape(tensor.shape).transpose(0, 2, 1, 3)
-    return x.reshape(_sides(tensor))
+    return x.reshape(sides(tensor))
 
 
 def from_matrix(matrix: NDArray[np.floating[Any]], tensor: Tensor) -> NDArray[np.floating[Any]]:
@@ -109,7 +109,7 @@ def _split(tensor: Tensor) -> tuple[int, int, int, int]:
     if _is_regrouped(tensor):
         outputs, inputs, height, width = tensor.shape
         return outputs, height, inputs, width
-    m, n = _sides(tensor)
+    m, n = sides(tensor)
     return m, 1, n, 1
 
 

@@ -28,6 +28,7 @@ TYPICAL = {
     "eden": ["1", "2", "4", "0.1", "1, scale='mse'"],
     "lloydmax": ["2"],
     "lowrank": ["8, factors=uniform(8)"],
+    "lrq": ["bits=0.03", "bits=0.1", "bits=0.3"],
     "powersgd": ["4, factors=uniform(8)"],
     "randk": ["0.1, values=uniform(8)"],
     "sketch": ["ratio=10"],
