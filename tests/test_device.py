@@ -11,7 +11,7 @@ from codec_list import CODECS, IDS
 from fedcomp import ECSQ, Codec, ConfigError, Layout, LowRank, Sign, Tensor, TopK, Uniform, generator
 from fedcomp.blocks import CHUNK
 from fedcomp.codec import Parts
-from fedcomp.device import NumpySum, RunningSum, resolve, running, running_sum
+from fedcomp.device import NumpySum, RunningSum, on_torch, resolve, running, running_sum
 from fedcomp.device.on_torch import CpuSum, TorchSum
 from fedcomp.layout import Vector
 from fedcomp.terms import Levels, Product, Values
@@ -142,3 +142,22 @@ def test_cuda_is_numpy_up_to_rounding() -> None:
         ours, gpu, again = (total.result() for total in sums)
         assert np.linalg.norm(gpu - ours) <= 1e-6 * np.linalg.norm(ours)
         assert np.array_equal(gpu, again)
+
+
+def test_no_bit_hangs_on_how_many_integers_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where other terms come in between."""
+    layout = Layout((Tensor("a", (3 * CHUNK + 5,)), Tensor("b", (2000,))))
+    frames = [
+        (codec, codec.encode(x, layout, generator(0, 1, 0)))
+        for codec in (Uniform(8), Sign(), Uniform(8, block=64))
+        for x in updates(layout, 4)
+    ]
+    results = set()
+    for waiting in (0.0, 0.7, 100.0):
+        monkeypatch.setattr(on_torch, "_WAITING", waiting)
+        monkeypatch.setattr(on_torch, "_CACHED", 1000 if waiting else 1 << 17)
+        total = CpuSum(layout.size)
+        for index, (codec, parts) in enumerate(frames):
+            total.add(codec.terms(parts, layout), 0.1 + index)
+        results.add(total.result().tobytes())
+    assert len(results) == 1

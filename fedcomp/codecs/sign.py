@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedcomp import _validate
 from fedcomp.blocks import block_count, spans
@@ -21,6 +22,9 @@ from fedcomp.codec import Codec, ContractiveCodec, Count, Floats, Parts, Positio
 from fedcomp.codecs.uniform import FOUR_BITS
 from fedcomp.layout import Layout, Vector
 from fedcomp.terms import Term, scaled
+
+_THREE = np.array([-1, 0, 1], np.float32)
+_FEW = 256  # zeros that are put between the signs one by one
 
 
 @register
@@ -73,12 +77,21 @@ class Sign(ContractiveCodec):
         yield Symbols("sign", layout.size - zeros, 2)
 
     def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
-        scale, sign = parts["scale"], parts["sign"]
         zero = parts.get("where", np.zeros(0, np.int64))
         if zero.size:
-            sign = np.insert(sign, zero - np.arange(zero.size), 2)
-        ends = np.array([-1, 1, 0][: 3 if zero.size else 2], np.float32)
-        yield from scaled(sign, ends, scale, layout, 0)
+            yield from scaled(_with_zeros(parts["sign"], zero), _THREE, parts["scale"], layout, 0, even=True)
+        else:
+            yield from scaled(parts["sign"], _THREE[::2], parts["scale"], layout, 0)
+
+
+def _with_zeros(sign: NDArray[np.uint8], zero: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Symbols 0, 1 and 2 for -, 0 and + at all places, from the signs at the others."""
+    places = zero - np.arange(zero.size)
+    doubled = sign << 1
+    if zero.size > _FEW:
+        return np.insert(doubled, places, 1)
+    one = np.ones(1, np.uint8)
+    return np.concatenate([part for run in np.split(doubled, places) for part in (run, one)][:-1])
 
 
 def _sum(x: Vector) -> float:

@@ -16,39 +16,9 @@ from fedcomp.entropy import SparseSymbols
 from fedcomp.layout import Vector
 from fedcomp.terms import Index, Levels, Product, Term, Values, peak
 
+_CACHED = 1 << 17  # values of the sum that are worked on at a time: 512 kB
+_WAITING = 0.7  # bytes of integers that wait, in bytes of the sum
 _FEW = 1024  # symbols below which calling torch costs more than it saves
-
-
-class CpuSum(NumpySum):
-    """The sum on the CPU: with numpy, but torch adds integers times a number in one pass where numpy takes three."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self._shared = torch.from_numpy(self._total)  # the same memory
-        self._offsets = _Offsets()
-
-    def add(self, terms: Iterable[Term], weight: float) -> float:
-        """See RunningSum."""
-        rest: list[Term] = []
-        bound = 0.0
-        for term in terms:
-            steps = _steps(term) if isinstance(term, Levels) and term.q.size >= _FEW else None
-            if isinstance(term, Values) and not isinstance(term.where, slice):
-                bound = max(bound, peak(term.values))
-                places, values = torch.from_numpy(term.where), torch.from_numpy(_writeable(term.values))
-                self._shared.index_add_(0, places, values, alpha=weight)
-            elif steps is None:
-                rest.append(term)
-            else:
-                bound = max(bound, term.peak())
-                self._shared[steps.where].add_(torch.from_numpy(_writeable(steps.counts)), alpha=weight * steps.step)
-                self._offsets.add(steps, weight)
-        return max(bound, super().add(rest, weight))
-
-    def result(self) -> Vector:
-        """See RunningSum."""
-        self._offsets.add_to(self._shared)
-        return super().result()
 
 
 @dataclass(frozen=True)
@@ -97,6 +67,65 @@ class _Offsets:
         for (start, stop), offset in self._sums.items():
             total[start:stop] += offset
         self._sums.clear()
+
+
+class CpuSum(NumpySum):
+    """The sum on the CPU: with numpy, but torch adds integers times a number in one pass where numpy takes three.
+
+    Integers wait for those of a few more replies, so that a part of the sum is fetched from memory once for all of
+    them. Each value of the sum still meets them one after the other: no bit hangs on how many wait.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._shared = torch.from_numpy(self._total)  # the same memory
+        self._offsets = _Offsets()
+        self._steps: dict[tuple[int, int], list[tuple[torch.Tensor, float]]] = {}
+        self._bytes = 0
+
+    def add(self, terms: Iterable[Term], weight: float) -> float:
+        """See RunningSum."""
+        rest: list[Term] = []
+        bound = 0.0
+        for term in terms:
+            steps = _steps(term) if isinstance(term, Levels) and term.q.size >= _FEW else None
+            if isinstance(term, Values) and not isinstance(term.where, slice):
+                bound = max(bound, peak(term.values))
+                places, values = torch.from_numpy(term.where), torch.from_numpy(_writeable(term.values))
+                self._shared.index_add_(0, places, values, alpha=weight)
+            elif steps is None:
+                rest.append(term)
+            else:
+                bound = max(bound, term.peak())
+                self._hold(steps, weight)
+        if rest:
+            self._add_steps()  # in the order of the replies
+            bound = max(bound, super().add(rest, weight))
+        return bound
+
+    def result(self) -> Vector:
+        """See RunningSum."""
+        self._add_steps()
+        self._offsets.add_to(self._shared)
+        return super().result()
+
+    def _hold(self, steps: _Steps, weight: float) -> None:
+        counts = torch.from_numpy(_writeable(steps.counts))
+        self._steps.setdefault((steps.where.start, steps.where.stop), []).append((counts, weight * steps.step))
+        self._offsets.add(steps, weight)
+        self._bytes += steps.counts.nbytes
+        if self._bytes > _WAITING * self._total.nbytes:
+            self._add_steps()
+
+    def _add_steps(self) -> None:
+        for (start, stop), waiting in self._steps.items():
+            target = self._shared[start:stop]
+            for first in range(0, stop - start, _CACHED):
+                part = slice(first, first + _CACHED)
+                for counts, step in waiting:
+                    target[part].add_(counts[part], alpha=step)
+        self._steps.clear()
+        self._bytes = 0
 
 
 class TorchSum:
