@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -745,3 +746,30 @@ def test_residuals_around_privacy_wrappers_are_warned_of(caplog: pytest.LogCaptu
     private = DifferentialPrivacyServerSideFixedClipping(FedAvg(**QUIET), 0.0, 1.0, CLIENTS)
     Compressed(private, uplink="sign", feedback="ef")
     assert "not noised" in caplog.text
+
+
+def test_a_frame_that_was_not_asked_for_does_not_reach_the_inner_strategy() -> None:
+    """From a node that gets two models, and so was asked for plain replies."""
+
+    class Double(FedAvg):
+        def configure_train(self, *args: Any, **options: Any) -> Iterable[Message]:
+            messages = list(super().configure_train(*args, **options))
+            again = messages[0]
+            copy = Message(again.content, again.metadata.dst_node_id, again.metadata.message_type)
+            return [*messages, copy]
+
+    frames: list[ArrayRecord] = []
+
+    def forger(message: Message, context: Context, call_next: Any) -> Message:
+        reply: Message = mod()(message, context, call_next)
+        if context.node_config["partition-id"] == 5:
+            frames[:] = [reply.content.array_records["arrays"]]
+        if KEY not in message.content.config_records["config"] and frames:
+            reply.content["arrays"] = frames[0]
+        return reply
+
+    random.seed(3)  # which Flower draws the order of nodes from
+    strategy = Compressed(Double(**QUIET), uplink="int8")
+    run(strategy, [forger], rounds=3)
+    assert all(set(t.dropped) <= {"mismatch", "late"} for t in strategy.traffic)
+    assert sum(sum(t.dropped.values()) for t in strategy.traffic) >= 3

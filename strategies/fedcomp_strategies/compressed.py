@@ -437,8 +437,11 @@ class Compressed(Strategy):
 
     def _open(self, reply: Reply, sent: _Round) -> Reply:
         """The reply with a whole model in it, or an error reply that says why it was refused."""
-        if reply.cause or reply.node not in sent.sent:
+        if reply.cause:
             return reply
+        if reply.node not in sent.sent:
+            unasked = "expected an uncompressed reply, as no frame was asked for"
+            return reply if reply.array is None else reply.refused("mismatch", unasked)
         try:
             if reply.array is None and not has_floats(sent.sent[reply.node]):
                 return reply  # nothing that we asked for, such as the trees of FedXgbBagging
