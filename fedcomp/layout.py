@@ -75,6 +75,10 @@ class Layout:
         """Layouts are keys of caches that every frame asks several times."""
         return hash(self.tensors)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash: another process has other hashes of texts."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
     @classmethod
     def of(cls, arrays: Arrays) -> "Layout":
         """Layout of named arrays, any byte order. Raises LayoutError for a dtype that models cannot hold."""

@@ -10,7 +10,7 @@ Tensors with the same codec share a bucket: one flat vector.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -142,6 +142,18 @@ class Plan:
             raise ConfigError(f"plan: at most {MAX_RULES} rules are allowed, got {len(self.rules)}; use wider patterns")
         _validate.integer(low=0, high=2**40, min_size=self.min_size)
         object.__setattr__(self, "gentle_share", _validate.number(low=0, high=1, gentle_share=self.gentle_share))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Plans are keys of caches that every frame asks several times."""
+        return hash((self.codec, self.rules, self.min_size, self.gentle_share))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash: another process has other hashes of texts."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     @classmethod
     def layered(

@@ -2,6 +2,11 @@
 
 import json
 import logging
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -252,3 +257,22 @@ def test_randomness_hangs_on_seed_round_and_node_alone() -> None:
     assert fedcomp.generator(0, 1, 2).integers(2**62) == draws[0, 1, 2]
     assert fedcomp.generator(0, 1, 2).bit_generator.__class__.__name__ == "Philox"
     assert json.dumps(int(draws[0, 1, 2]))
+
+
+def test_plans_and_layouts_are_the_same_keys_in_another_process() -> None:
+    """Hashes of texts differ between processes, so that one kept in a pickle would be wrong there."""
+    things: list[Any] = [MODEL, Plan(TopK(0.01), (Rule("*.bias", Uniform(8)),))]
+    assert all(hash(thing) for thing in things)  # which they remember from now on
+    code = (
+        "import pickle, sys; told = pickle.load(sys.stdin.buffer); "
+        "print(all(hash(thing) == hash(type(thing)(**values)) for thing, values in told))"
+    )
+    told = [(thing, {f.name: getattr(thing, f.name) for f in fields(thing)}) for thing in things]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=pickle.dumps(told),
+        capture_output=True,
+        check=True,
+        env=os.environ | {"PYTHONHASHSEED": "77"},
+    )
+    assert done.stdout.strip() == b"True"
