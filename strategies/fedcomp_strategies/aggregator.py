@@ -129,7 +129,7 @@ class Aggregator:
         self.buckets = plan.buckets(meant)
         self._replies: dict[int, tuple[float, bytes | Arrays]] = {}
         self._shifts: list[tuple[int, float, Mapping[str, Vector]]] = []
-        self._known_limits: dict[tuple[str, ...], list[float]] = {}
+        self._known_limits: dict[Layout, list[float]] = {}
 
     def add(self, frame: bytes, weight: float, *, node: int) -> None:
         """Take the frame of a node with a weight from 0 to 1e18; what is wrong with the frame is found by `mean`.
@@ -245,14 +245,12 @@ class Aggregator:
 
     def _limits(self, layout: Layout) -> list[float]:
         """For each bucket a magnitude that may be added to all values of the base in the replies' dtypes."""
-        own = {name: values.dtype.name for name, values in self._base.items()}
-        dtypes = {t.name: t.dtype if t.is_float else own[t.name] for t in layout.tensors}
-        key = tuple(dtypes.values())
-        if key not in self._known_limits:
-            self._known_limits[key] = [
+        if layout not in self._known_limits:
+            dtypes = {t.name: t.dtype if t.is_float else self._base[t.name].dtype.name for t in layout.tensors}
+            self._known_limits[layout] = [
                 min(_room(self._base[t.name], dtypes[t.name]) for t in bucket.layout.tensors) for bucket in self.buckets
             ]
-        return self._known_limits[key]
+        return self._known_limits[layout]
 
     def _fault(self, node: int) -> FedcompError | None:
         """Why the model of a node is not finite, if it is not: found by decoding it whole."""
