@@ -43,8 +43,8 @@ class Downlink:
 
     Args:
         plan: how differences are coded: a plan, a codec or its text. Codecs must be contractive. Those that decode by
-            products of matrices or powers (lowrank, powersgd, tensortrain, log, vq, rvq) are the same to the last bit
-            only on machines of one kind. None: whole models without loss.
+            products of matrices or powers (lowrank, lrq, powersgd, tensortrain, log, vq, rvq) are the same to the last
+            bit only on machines of one kind. None: whole models without loss.
         seed: feeds the codecs' randomness, together with the round.
 
     Raises ConfigError for a plan with which the loss would grow without bound, or which clients could not read.
