@@ -773,3 +773,154 @@ def test_a_frame_that_was_not_asked_for_does_not_reach_the_inner_strategy() -> N
     run(strategy, [forger], rounds=3)
     assert all(set(t.dropped) <= {"mismatch", "late"} for t in strategy.traffic)
     assert sum(sum(t.dropped.values()) for t in strategy.traffic) >= 3
+
+
+def huge(reply: Message, context: Context, round_: int) -> None:
+    if context.node_config["partition-id"] == 0:
+        model = arrays(reply.content.array_records["arrays"])
+        signs = np.where(np.arange(model["w"].size) % 2, 1, -1).reshape(model["w"].shape)
+        reply.content["arrays"] = record({"w": (signs * 3.3e38).astype(np.float32)})
+        reply.content.metric_records["metrics"]["num-examples"] = 1000
+
+
+@pytest.mark.parametrize("uplink", ["sign", "uniform(1)", "uniform(8)", "uniform(8, fast=True)"])
+def test_updates_at_the_limit_of_float32_do_not_end_the_run(uplink: str) -> None:
+    strategy = fedavg(uplink=uplink)
+    run(strategy, [mod()], rounds=2, fault=huge, clients=3, model={"w": np.zeros((60, 50), np.float32)})
+    assert len(strategy.traffic) == 2
+
+
+@pytest.mark.parametrize("again", ["same object", "another object"])
+def test_training_goes_on_from_a_model_that_flower_averaged(again: str) -> None:
+    """Its integers are float64 by now; clients go on replying integers."""
+    first = fedavg()
+    model = run(first, [mod(), torch_like], rounds=2, model=INTEGERS)
+    assert model["position_ids"].dtype == np.float64
+    second = first if again == "same object" else fedavg()
+    model = run(second, [mod(), torch_like], rounds=2, model=model)
+    assert [t.failures for t in second.traffic] == [0] * (4 if second is first else 2)
+    assert np.array_equal(model["position_ids"], np.arange(32))
+
+
+def test_integers_among_wide_floats_are_taken_too() -> None:
+    """FedAdam's model is float64 throughout: nothing tells what was an integer once."""
+    model = run(Compressed(FedAdam(**QUIET), uplink="int8"), [mod(), torch_like], rounds=2, model=INTEGERS)
+    strategy = Compressed(FedAdam(**QUIET), uplink="int8")
+    run(strategy, [mod(), torch_like], rounds=2, model=model)
+    assert [t.failures for t in strategy.traffic] == [0, 0]
+
+
+@pytest.mark.parametrize("weights", [(0, 10, 10), (10, 0, 10), (10, 0, 0), (0, 0, 10)])
+def test_ef21_with_weights_of_zero(weights: tuple[int, ...]) -> None:
+    def weigh(reply: Message, context: Context, round_: int) -> None:
+        constant(1.0)(reply, context, round_)
+        alone = context.node_config["partition-id"] == 1
+        reply.content.metric_records["metrics"]["num-examples"] = weights[round_ - 1] if alone else 0
+
+    strategy = Compressed(FedAvg(**QUIET), uplink=Identity(), feedback="ef21")
+    with OrderedGrid(client_app([mod()], weigh), 2) as grid:
+        result = strategy.start(grid, record({"w": np.zeros((20, 30), np.float32)}), num_rounds=3)
+    assert result.arrays is not None
+    assert np.allclose(arrays(result.arrays)["w"], 3 if sum(weights[1:]) or weights[0] else 0, atol=3)
+    assert np.isfinite(arrays(result.arrays)["w"]).all()
+
+
+def test_ef21_with_one_number_for_all_is_as_with_one_each() -> None:
+    """Every device was given partition 0: they are told apart by their nodes."""
+    models = []
+    for same in (False, True):
+        clients = {node: mod() for node in range(6)}
+
+        def chosen(message: Message, context: Context, call_next: Any, same: bool = same) -> Message:
+            own = int(context.node_config["partition-id"])
+            told = Context(
+                context.run_id, context.node_id, {"partition-id": 0 if same else own}, context.state, context.run_config
+            )
+            return clients[own](message, told, lambda m, _: call_next(m, context))  # noqa: B023
+
+        def weigh(reply: Message, context: Context, round_: int) -> None:
+            own = int(context.node_config["partition-id"])
+            reply.content["arrays"] = record({"w": np.full((20, 30), float(own), np.float32)})
+            reply.content.metric_records["metrics"]["num-examples"] = 10 * (own + 1)
+
+        strategy = Compressed(FedAvg(**QUIET), uplink=Identity(), feedback="ef21")
+        models.append(run(strategy, [chosen], rounds=3, fault=weigh, model={"w": np.zeros((20, 30), np.float32)}))
+    close(models[0], models[1], 1e-6)
+
+
+def test_ef21_leaves_out_a_client_that_forgets_again_and_again() -> None:
+    def forgetful(message: Message, context: Context, call_next: Any) -> Message:
+        if context.node_config["partition-id"] == 1:
+            return mod()(message, context, call_next)
+        return client(message, context, call_next)
+
+    client = mod()
+    strategy = Compressed(FedAvg(**QUIET), uplink=Identity(), feedback="ef21")
+    run(strategy, [forgetful], rounds=8, fault=constant(1.0), model={"w": np.zeros((20, 30), np.float32)})
+    assert [sum(t.dropped.values()) for t in strategy.traffic] == [0, 1, 0, 1, 1, 1, 1, 1]
+
+
+def test_the_guard_does_not_watch_counters(caplog: pytest.LogCaptureFixture) -> None:
+    """Batch counters grow without end, as float64 after the first round."""
+
+    def count(reply: Message, context: Context, round_: int) -> None:
+        model = arrays(reply.content.array_records["arrays"])
+        reply.content["arrays"] = record({**model, "bn.num_batches_tracked": np.array(50 * round_)})
+
+    half = {n: v.astype(np.float16) if n == "fc.weight" else v for n, v in start_model().items()}
+    for start in (start_model(), half):
+        strategy = Compressed(FedAvg(**QUIET), uplink="int8", feedback="cafe", mixed_fleet=False)
+        run(strategy, [mod()], rounds=14, fault=count, model=start)
+        assert "beta is lowered" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", [FedMedian, FedTrimmedAvg, Krum])
+def test_weights_that_sum_to_zero_do_not_end_the_run(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def weightless(reply: Message, context: Context, round_: int) -> None:
+        reply.content.metric_records["metrics"]["num-examples"] = 0
+
+    model = run(Compressed(kind(**QUIET), uplink="int8"), [mod()], rounds=2, fault=weightless)
+    close(model, start_model(), 0)
+    assert "the old model stays" in caplog.text
+
+
+def test_krum_is_not_given_replies_without_weight() -> None:
+    def one(reply: Message, context: Context, round_: int) -> None:
+        if int(context.node_config["partition-id"]) < 5:
+            reply.content.metric_records["metrics"]["num-examples"] = 0
+
+    strategy = Compressed(Krum(**QUIET), uplink="int8")
+    run(strategy, [mod()], rounds=2, fault=one)
+    assert [t.dropped for t in strategy.traffic] == [{"weight": 5}] * 2
+
+
+def test_evaluations_without_weight_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    def weightless(message: Message, context: Context, call_next: Any) -> Message:
+        reply: Message = call_next(message, context)
+        if message.metadata.message_type == "evaluate":
+            reply.content.metric_records["metrics"]["num-examples"] = 0
+        return reply
+
+    train(Compressed(FedAvg(), uplink="int8"), [weightless, mod()], evaluate=True)
+    assert "weight zero and are left out" in caplog.text
+
+
+def test_fetchsgd_remembers_whatever_the_dtypes_of_the_model() -> None:
+    def wide_once(reply: Message, context: Context, round_: int) -> None:
+        if context.node_config["partition-id"] == 1 and round_ == 3:
+            model = arrays(reply.content.array_records["arrays"])
+            reply.content["arrays"] = record({**model, "fc.bias": model["fc.bias"].astype(np.float64)})
+
+    strategy = Compressed(FedAvg(**QUIET), uplink="sketch(ratio=2)", feedback="fetchsgd")
+    run(strategy, [mod()], rounds=5, fault=wide_once)
+    assert len(strategy._feedback._fetchsgd) == 1
+
+
+def test_a_client_with_a_full_disk_evaluates_and_loses_no_round() -> None:
+    class Full(MemoryModelCache):
+        def save(self, training: str, node: str, package: bytes) -> None:
+            raise fedcomp.FedcompError("no space left")
+
+    strategy = Compressed(FedAvg(), uplink="int8", downlink="uniform(8)", mixed_fleet=False)
+    train(strategy, [CompressMod(models=Full())], rounds=5, evaluate=True)
+    assert [t.dropped for t in strategy.traffic] == [{}] * 5

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fedcomp.device.running import NumpySum, joined
 from fedcomp.entropy import SparseSymbols
 from fedcomp.layout import Vector
-from fedcomp.terms import Index, Levels, Product, Term, Values, peak
+from fedcomp.terms import MAX, Index, Levels, Product, Term, Values, peak
 
 _CACHED = 1 << 17  # values of the sum that are worked on at a time: 512 kB
 _WAITING = 0.7  # bytes of integers that wait, in bytes of the sum
@@ -31,9 +31,14 @@ class _Steps:
     offset: float
 
 
-def _steps(term: Levels) -> _Steps | None:
-    """The term as steps; None where levels are not of that kind, or are mostly zero and better added one by one."""
+def _steps(term: Levels, weight: float) -> _Steps | None:
+    """The term as steps; None where levels are not of that kind, or are mostly zero and better added one by one.
+
+    Also None where the step times the weight is beyond float32, which torch refuses.
+    """
     levels = term.table.size
+    if not levels or abs(weight) * (float(term.table[-1]) - float(term.table[0])) > MAX:
+        return None
     if not isinstance(term.where, slice) or isinstance(term.q, SparseSymbols) or term.q.dtype != np.uint8:
         return None
     low, high = float(term.table[0]), float(term.table[-1])
@@ -88,7 +93,7 @@ class CpuSum(NumpySum):
         rest: list[Term] = []
         bound = 0.0
         for term in terms:
-            steps = _steps(term) if isinstance(term, Levels) and term.q.size >= _FEW else None
+            steps = _steps(term, weight) if isinstance(term, Levels) and term.q.size >= _FEW else None
             if isinstance(term, Values) and not isinstance(term.where, slice):
                 bound = max(bound, peak(term.values))
                 places, values = torch.from_numpy(term.where), torch.from_numpy(_writeable(term.values))
@@ -148,7 +153,7 @@ class TorchSum:
                 self._held += term.left.size + term.right.size
             elif isinstance(term, Levels):
                 bound = max(bound, term.peak())
-                if (steps := _steps(term)) is not None:
+                if (steps := _steps(term, weight)) is not None:
                     self._total[steps.where].add_(self._send(steps.counts), alpha=weight * steps.step)
                     self._offsets.add(steps, weight)
                     continue

@@ -64,13 +64,19 @@ class EF21Server:
             mean: the weighted mean of what the clients of this round sent, by tensor name.
             weights: of these clients, as `weight` returns them.
         """
-        total, everybody = sum(weights.values()), {**self._weights, **weights}
+        total = sum(weights.values())
+        everybody = {**self._weights, **{client: weight for client, weight in weights.items() if weight}}
         sums = dict(self._sum)
         for name, values in mean.items():
             added = values * np.float32(total)
             sums[name] = sums[name] + added if name in sums else added
         self._pending = sums, everybody
         return {name: values / np.float32(sum(everybody.values())) for name, values in sums.items()}
+
+    def rename(self, former: Hashable, client: Hashable) -> None:
+        """A client goes on under another name."""
+        if former in self._weights:
+            self._weights[client] = self._weights.pop(former)
 
     def commit(self) -> None:
         """The last step was taken: its clients will be told so."""

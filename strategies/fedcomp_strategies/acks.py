@@ -37,6 +37,11 @@ class Acknowledgements:
         gone = ((self._rounds[node], number) for number, node in self._nodes.items() if node not in self._present)
         return [value for round_, number in nlargest(MOST_ORPHANS, gone) for value in (number, round_)]
 
+    def former(self, node: int, number: int | None) -> int | None:
+        """The node, gone by now, whose successor a node says that it is; None: it is not one's."""
+        before = None if number is None or node in self._rounds else self._nodes.get(number)
+        return None if before in self._present else before
+
     def accept(self, node: int, round: int, number: int | None = None) -> None:
         """An upload of the node was used. Perhaps it introduces itself by a number, which only a new node needs to."""
         if number is not None and node not in self._rounds:

@@ -235,7 +235,8 @@ class Aggregator:
         """A model whose tensors may be of unusual kinds. Raises FrameError for floats that were made integers."""
         layout = Layout.of({name: model[name] for name in self._base})
         for tensor, codec in zip(layout.tensors, self._kinds, strict=True):
-            if codec is not None and not tensor.is_float:
+            widened = self._base[tensor.name].dtype == np.float64  # as Flower does with integers
+            if codec is not None and not tensor.is_float and not widened:
                 raise FrameError(
                     f"tensor {tensor.name!r} came as {tensor.dtype}, expected floating-point numbers; clients must not "
                     "turn floating-point tensors into integers"

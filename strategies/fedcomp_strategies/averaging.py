@@ -16,13 +16,14 @@ from flwr.serverapp.strategy import (
     FedTrimmedAvg,
     FedYogi,
     MultiKrum,
+    QFedAvg,
     Strategy,
 )
 
 from fedcomp_strategies.replies import weight_of
 
 _AVERAGING = (FedAvg, FedAvgM, FedProx, FedAdagrad, FedAdam, FedYogi)
-_WEIGHTLESS = (FedMedian, FedTrimmedAvg, MultiKrum, Bulyan)  # and Krum, which is a MultiKrum
+_WEIGHTLESS = (FedMedian, FedTrimmedAvg, Bulyan, QFedAvg)
 
 
 def averages(strategy: Strategy) -> bool:
@@ -51,11 +52,20 @@ def averaged_reply(replies: Sequence[Message], model: ArrayRecord, key: str) -> 
 
 
 def ignores_weights(strategy: Strategy) -> bool:
-    """Whether a reply counts as much as any other, whatever it weighs; also below privacy wrappers."""
+    """Whether a reply moves the model whatever it weighs; also below privacy wrappers."""
+    return isinstance(_innermost(strategy), _WEIGHTLESS)
+
+
+def picks_replies(strategy: Strategy) -> bool:
+    """Whether the strategy averages some replies that it picks, which must not all weigh nothing."""
+    return isinstance(_innermost(strategy), MultiKrum)  # and Krum, which is one
+
+
+def _innermost(strategy: Strategy) -> Any:
     inner: Any = strategy
-    while not isinstance(inner, _WEIGHTLESS) and hasattr(inner, "strategy"):
+    while not isinstance(inner, FedAvg) and hasattr(inner, "strategy"):
         inner = inner.strategy
-    return isinstance(inner, _WEIGHTLESS)
+    return inner
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import logging
 import math
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,10 +40,20 @@ from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, Request
 from fedcomp.schedule import Schedule, as_schedule
 from fedcomp_strategies.acks import Acknowledgements
 from fedcomp_strategies.aggregator import Aggregator
-from fedcomp_strategies.averaging import averaged_reply, averages, ignores_weights, metrics_of
+from fedcomp_strategies.averaging import averaged_reply, averages, ignores_weights, metrics_of, picks_replies
 from fedcomp_strategies.downlink import Downlink
 from fedcomp_strategies.feedback import SERVER, ServerFeedback
-from fedcomp_strategies.records import Model, copies, has_floats, identity, is_finite, nbytes, to_record, views
+from fedcomp_strategies.records import (
+    Model,
+    copies,
+    has_floats,
+    identity,
+    integers_in,
+    is_finite,
+    nbytes,
+    to_record,
+    views,
+)
 from fedcomp_strategies.replies import Reply, cause_of, triage, triage_evaluation, weight_key, weight_of
 from fedcomp_strategies.traffic import RoundTraffic, payload
 
@@ -101,12 +111,14 @@ class _Outcome:
         replies: as they came out: those that were refused along the way are marked.
         arrays, metrics: of the inner strategy.
         update: the mean update of the coded tensors, if feedback wants to see it and it was computed.
+        counted: nodes whose replies have had an influence on the model.
     """
 
     replies: list[Reply]
     arrays: ArrayRecord | None = None
     metrics: MetricRecord | None = None
     update: Mapping[str, Vector] | None = None
+    counted: Collection[int] = ()
 
 
 class Compressed(Strategy):
@@ -164,6 +176,7 @@ class Compressed(Strategy):
         self._downlink = None if downlink == "plain" else Downlink(None if downlink == "pack" else downlink, seed)
         self._request = Request(self._schedule.plan(1), 0, self._feedback.feedback, seed, _new_session())
         self._check(strategy)
+        self._exact: set[str] = set()  # names of integers: Flower makes floats of them, from one training to the next
         self._forget_training()
 
     def _check(self, strategy: Strategy) -> None:
@@ -199,7 +212,8 @@ class Compressed(Strategy):
         """Begin as if nothing had been sent or received before."""
         self._acks = Acknowledgements()
         self._aware: set[int] = set()
-        self._exact: frozenset[str] | None = None
+        self._begun = False
+        self._unkept: set[int] = set()
         self._learnt: dict[Plan, Plan] = {}
         self._monitors: dict[int, Monitor] = {}
         self._round: _Round | None = None
@@ -227,8 +241,9 @@ class Compressed(Strategy):
         if server_round <= self._request.round:  # another training with the same strategy
             self._request = replace(self._request, session=_new_session())
             self._forget_training()
-        if self._exact is None:
-            self._exact = frozenset(name for name, values in views(arrays).items() if values.dtype.kind != "f")
+        if not self._begun:
+            self._begun = True
+            self._exact |= integers_in(arrays)
         plan = self._feedback.feedback.plan(self._learnt_plan(server_round), server_round)
         self._request = replace(self._request, round=server_round, plan=plan, feedback=self._feedback.feedback)
         messages = list(self.strategy.configure_train(server_round, arrays, config, grid))
@@ -326,11 +341,7 @@ class Compressed(Strategy):
             outcome = self._average(server_round, opened, sent, str(key))
         else:
             outcome = self._hand_over(server_round, opened, sent, key)
-        used = {
-            reply.node: reply.notes
-            for reply in outcome.replies
-            if not reply.cause and reply.notes is not None and self._counts(reply.message, key)
-        }
+        used = {r.node: r.notes for r in outcome.replies if r.node in outcome.counted and r.notes is not None}
         for node in sent.asked.keys() - {reply.node for reply in outcome.replies if not reply.cause}:
             self._acks.miss(node)
         self._confirm(outcome.replies, sent)
@@ -344,6 +355,7 @@ class Compressed(Strategy):
         else:
             self._feedback.commit()
             for node, notes in used.items():
+                self._feedback.succeed(self._acks.former(node, notes.number), node)
                 self._acks.accept(node, server_round, notes.number)
             self._learn(sent.arrays, arrays, outcome.update)
         if self._feedback.out_of_step:
@@ -374,10 +386,10 @@ class Compressed(Strategy):
             round=server_round,
             device=self.device,
             tables=isinstance(self._request.feedback, FetchSGD),
-            exact=self._exact or (),
+            exact=self._exact,
         )
         weights = {
-            reply.node: self._feedback.weight(reply.node, reply.notes, weight_of(reply.message, key))
+            reply.node: self._feedback.weight(reply.node, weight_of(reply.message, key))
             for reply in replies
             if not reply.cause
         }
@@ -385,7 +397,9 @@ class Compressed(Strategy):
         mean = aggregator.mean()
         failed = mean.failed
         opened = [r.refused(cause_of(failed[r.node]), failed[r.node]) if r.node in failed else r for r in opened]
-        if not self._any_weight(server_round, opened, key):
+        counted = {r.node for r in opened if not r.cause and weights[r.node]}
+        heavy = {r.node for r in opened if not r.cause and weight_of(r.message, key)}
+        if not self._any(server_round, opened, counted & heavy):
             return _Outcome(opened)
         good = [reply for reply in opened if not reply.cause]
         framed = sum(weights[r.node] for r in good if r.notes is not None and r.node in sent.packed) / mean.weight
@@ -403,7 +417,7 @@ class Compressed(Strategy):
             arrays, metrics = self.strategy.aggregate_train(server_round, [averaged, *_errors(opened)])
         if arrays is not None:
             arrays = ArrayRecord({**arrays, **{name: Array(values) for name, values in largest.items()}})
-        return _Outcome(opened, arrays, metrics, update)
+        return _Outcome(opened, arrays, metrics, update, counted)
 
     def _collect(self, reply: Reply, aggregator: Aggregator, sent: _Round, weights: Mapping[int, float]) -> Reply:
         """Give a reply to the aggregator, which tells later whether it was any good."""
@@ -411,7 +425,7 @@ class Compressed(Strategy):
             return reply
         try:
             if reply.array is None or reply.notes is not None:  # what is wrong with other frames is told below
-                self._feedback.check(reply.notes)
+                self._feedback.check(reply.node, reply.notes)
             if reply.array is not None:
                 aggregator.add(reply.frame(), weights[reply.node], node=reply.node)
             else:
@@ -428,12 +442,25 @@ class Compressed(Strategy):
                 "old model stays", server_round, self._request.feedback,
             )  # fmt: skip
             return _Outcome(replies)
+        if picks_replies(self.strategy):
+            replies = [self._with_weight(reply, key) for reply in replies]
         opened = [self._open(reply, sent) for reply in replies]
-        if not self._any_weight(server_round, opened, key):
+        heavy = {r.node for r in opened if not r.cause and (key is None or weight_of(r.message, key))}
+        if not self._any(server_round, opened, heavy):
             self.strategy.aggregate_train(server_round, _errors(opened))
             return _Outcome(opened)
         messages = [reply.message for reply in opened if reply.cause not in _UNASKED]
-        return _Outcome(opened, *self.strategy.aggregate_train(server_round, messages))
+        arrays, metrics = self.strategy.aggregate_train(server_round, messages)
+        counted = {r.node for r in opened if not r.cause} if ignores_weights(self.strategy) else heavy
+        return _Outcome(opened, arrays, metrics, counted=counted)
+
+    def _with_weight(self, reply: Reply, key: str | None) -> Reply:
+        """The reply, refused if it weighs nothing: the strategy might pick it alone, and divide by zero."""
+        if reply.cause or key is None or weight_of(reply.message, key):
+            return reply
+        return reply.refused(
+            "weight", f"expected the metric {key!r} above 0 with {type(self.strategy).__name__}, got 0"
+        )
 
     def _open(self, reply: Reply, sent: _Round) -> Reply:
         """The reply with a whole model in it, or an error reply that says why it was refused."""
@@ -445,7 +472,7 @@ class Compressed(Strategy):
         try:
             if reply.array is None and not has_floats(sent.sent[reply.node]):
                 return reply  # nothing that we asked for, such as the trees of FedXgbBagging
-            self._feedback.check(reply.notes)
+            self._feedback.check(reply.node, reply.notes)
             model = self._plain(reply, sent) if reply.array is None else self._decode(reply, sent)
         except FedcompError as error:
             return reply.refused(cause_of(error), error)
@@ -481,20 +508,15 @@ class Compressed(Strategy):
                 check_finite(name, values)
         return sent.corrected(reply.node, {name: model[name] for name in base}, base)
 
-    def _any_weight(self, server_round: int, replies: list[Reply], key: str | None) -> bool:
-        """Whether any reply counts; if not, say so."""
-        good = [reply.message for reply in replies if not reply.cause]
-        if not good:
+    def _any(self, server_round: int, replies: list[Reply], heavy: Collection[int]) -> bool:
+        """Whether any reply counts; if not, say so. Flower divides by the sum of the weights."""
+        if all(reply.cause for reply in replies):
             log.error("round %d: none of %d replies can be used, the old model stays", server_round, len(replies))
-        elif not any(self._counts(message, key) for message in good):
+        elif not heavy:
             log.error("round %d: all replies have weight zero, the old model stays", server_round)
         else:
             return True
         return False
-
-    def _counts(self, message: Message, key: str | None) -> bool:
-        """Whether a reply has an influence on the inner strategy's model."""
-        return key is None or weight_of(message, key) != 0 or ignores_weights(self.strategy)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The inner strategy's evaluation, without replies that are inconsistent or have an impossible weight."""
@@ -502,6 +524,10 @@ class Compressed(Strategy):
         key = weight_key(self.strategy)
         checked = triage_evaluation(replies, key)
         self._confirm(checked, sent)
+        good = [reply.message for reply in checked if not reply.cause]
+        if key is not None and good and not any(weight_of(message, key) for message in good):
+            log.warning("round %d: all evaluations have weight zero and are left out", server_round)
+            checked = [reply for reply in checked if reply.cause]
         return self.strategy.aggregate_evaluate(server_round, [reply.message for reply in checked])
 
     # --- what a round leaves behind ----------------------------------------------------------------------------------
@@ -515,7 +541,9 @@ class Compressed(Strategy):
                 self._aware.discard(reply.node)
             if self._downlink is None or reply.node not in sent.packed:
                 continue
-            if reply.cause == "stale" or (reply.notes is not None and reply.notes.unkept):
+            if reply.notes is not None:  # other replies do not say it
+                (self._unkept.add if reply.notes.unkept else self._unkept.discard)(reply.node)
+            if reply.cause == "stale" or reply.node in self._unkept:
                 self._downlink.forget(reply.node)
             elif not reply.cause:
                 self._downlink.confirm(reply.node)
@@ -570,10 +598,14 @@ class Compressed(Strategy):
             return
         old, new = views(before), views(arrays)
         with np.errstate(over="ignore", invalid="ignore"):
-            moved = {n: (new[n] - old[n]).astype(np.float32) for n in old if new[n].dtype.kind == "f"}
+            moved = {
+                n: (new[n] - old[n]).astype(np.float32)
+                for n in old
+                if new[n].dtype.kind == "f" and n not in self._exact
+            }
         finite = all(np.isfinite(values).all() for values in moved.values())
         if self._feedback.learns:  # where no mean was computed, the model's own move has to do
-            coded = [tensor.name for bucket in plan.buckets(Layout.of(new)) for tensor in bucket.layout.tensors]
+            coded = [t.name for b in plan.buckets(Layout.of(new)) for t in b.layout.tensors if t.name in moved]
             seen = update if update is not None else {name: moved[name] for name in coded} if finite else None
             self._feedback.learn(seen, new, round_)
         if adapts and finite:

@@ -1,8 +1,7 @@
 """The server's half of feedback: what it remembers between rounds, and what it makes of the mean of the replies."""
 
 import logging
-import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,6 @@ from fedcomp import (
     Feedback,
     FetchSGD,
     FrameError,
-    Layout,
     LayoutError,
     Plan,
     Rule,
@@ -26,6 +24,7 @@ from fedcomp import (
 from fedcomp.feedback import CAFeGuard, EF21Server, FetchSGDServer
 from fedcomp.feedback.cafe import LEAST_BITS, blank
 from fedcomp.layout import Arrays, Vector
+from fedcomp.metrics import length
 from fedcomp.plan import Bucket
 from fedcomp_strategies.aggregator import Mean
 
@@ -53,6 +52,7 @@ class ServerFeedback:
     def __init__(self, feedback: Feedback, seed: int) -> None:
         self._given = feedback
         self._seed = seed
+        self._forgetful: set[int] = set()
         self.restart()
 
     def restart(self) -> None:
@@ -62,8 +62,7 @@ class ServerFeedback:
         self.predictor_frame: bytes | None = None
         self._guard = CAFeGuard(self._given.beta) if isinstance(self._given, CAFe) else None
         self._ef21 = EF21Server()
-        self._clients: dict[int, Hashable] = {}
-        self._fetchsgd: dict[Layout, FetchSGDServer] = {}
+        self._fetchsgd: dict[int, FetchSGDServer] = {}
         self._warned = False
         self.out_of_step = False
 
@@ -82,23 +81,29 @@ class ServerFeedback:
         taken = {name: self._beta * values for name, values in self._known().items()}
         return {name: values + taken[name] if name in taken else values for name, values in base.items()}
 
-    def check(self, notes: wire.Notes | None) -> None:
-        """Raise FrameError for a reply that the scheme cannot compute with."""
+    def check(self, node: int, notes: wire.Notes | None) -> None:
+        """Raise FrameError or LayoutError for a reply that the scheme cannot compute with."""
         if notes is not None and notes.predicted:
             self._known()
-        if isinstance(self.feedback, EF21) and notes is None:
+        if not isinstance(self.feedback, EF21):
+            return
+        if notes is None:
             raise LayoutError("feedback 'ef21' needs clients with fedcomp, this one replied uncompressed")
-        if isinstance(self.feedback, EF21) and notes is not None and notes.reset:
+        if notes.reset and node in self._forgetful:
+            raise FrameError("the client loses its estimate again and again; it is left out")
+        if notes.reset:
             self.out_of_step = True
+            self._forgetful.add(node)
             raise FrameError("the client has lost the estimate that the server still counts; all begin anew")
 
-    def weight(self, node: int, notes: wire.Notes | None, weight: float) -> float:
-        """The weight to average a node with. EF21 goes on with a client's first one, also under another node id."""
-        if not isinstance(self.feedback, EF21) or notes is None:
-            return weight
-        if notes.number is not None:
-            self._clients[node] = ("number", notes.number)
-        return self._ef21.weight(self._clients.get(node, node), weight)
+    def weight(self, node: int, weight: float) -> float:
+        """The weight to average a node with: with EF21 that of its first upload."""
+        return self._ef21.weight(node, weight) if isinstance(self.feedback, EF21) else weight
+
+    def succeed(self, former: int | None, node: int) -> None:
+        """A node is the former one under another id."""
+        if former is not None:
+            self._ef21.rename(former, node)
 
     def step(self, mean: Mean, buckets: Sequence[Bucket], weights: Mapping[int, float]) -> Mean:
         """The mean with the update that the scheme makes of it.
@@ -111,8 +116,7 @@ class ServerFeedback:
         if isinstance(self.feedback, FetchSGD):
             return replace(mean, update=mean.update | self._fetch(self.feedback, mean, buckets))
         if isinstance(self.feedback, EF21):
-            clients = {self._clients.get(node, node): weight for node, weight in weights.items()}
-            return replace(mean, update=self._ef21.step(mean.update, clients))
+            return replace(mean, update=self._ef21.step(mean.update, weights))
         predicted = sum(weights[node] for node, contents in mean.contents.items() if contents.notes.predicted)
         if not predicted:
             return mean
@@ -139,7 +143,7 @@ class ServerFeedback:
         for index, table in mean.tables.items():
             codec, layout = buckets[index].codec, buckets[index].layout
             assert isinstance(codec, CountSketch)
-            server = self._fetchsgd.setdefault(layout, FetchSGDServer(feedback, codec))
+            server = self._fetchsgd.setdefault(index, FetchSGDServer(feedback, codec))
             update |= layout.unflatten(server.step(table.reshape(codec.rows, -1), layout.size))
         return update
 
@@ -156,8 +160,7 @@ class ServerFeedback:
         self.predictor, self.predictor_frame = None, None
         if update is None:
             return
-        norms = [_norm(values) for values in (update, {n: w for n, w in weights.items() if w.dtype.kind == "f"})]
-        if reason := self._guard.observe(*norms):
+        if reason := self._guard.observe(length(update.values()), length(weights[name] for name in update)):
             log.warning("round %d: feedback cafe: %s", round, reason)
             self.feedback = replace(self.feedback, beta=self._guard.beta)
         self._predict(update, weights, round)
@@ -183,7 +186,3 @@ class ServerFeedback:
                 "uploads of %.3g bits per parameter are below %g: feedback cafe does harm; use ef or larger uploads",
                 bits, LEAST_BITS,
             )  # fmt: skip
-
-
-def _norm(arrays: Mapping[str, Vector]) -> float:
-    return math.sqrt(sum(float(np.vdot(v, v)) for v in arrays.values()))

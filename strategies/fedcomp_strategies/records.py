@@ -46,6 +46,17 @@ def has_floats(record: Mapping[str, Array]) -> bool:
     return any(array.stype == "numpy.ndarray" and is_float_dtype(array.dtype) for array in record.values())
 
 
+def integers_in(record: Mapping[str, Array]) -> set[str]:
+    """Names of the tensors that are integers or booleans, or were so before Flower averaged them.
+
+    Those are float64 with whole values only, in a model that has floating-point numbers of another type.
+    """
+    model = views(record)
+    others = any(values.dtype.kind == "f" and values.dtype != np.float64 for values in model.values())
+    whole = {n for n, v in model.items() if others and v.dtype == np.float64 and np.array_equal(v, np.rint(v))}
+    return whole | {name for name, values in model.items() if values.dtype.kind != "f"}
+
+
 def is_finite(record: Mapping[str, Array]) -> bool:
     """Whether no tensor holds NaN or infinity."""
     return all(np.isfinite(values).all() for values in views(record).values() if values.dtype.kind == "f")
