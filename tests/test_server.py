@@ -921,6 +921,7 @@ def test_a_client_with_a_full_disk_evaluates_and_loses_no_round() -> None:
         def save(self, training: str, node: str, package: bytes) -> None:
             raise fedcomp.FedcompError("no space left")
 
-    strategy = Compressed(FedAvg(), uplink="int8", downlink="uniform(8)", mixed_fleet=False)
-    train(strategy, [CompressMod(models=Full())], rounds=5, evaluate=True)
-    assert [t.dropped for t in strategy.traffic] == [{}] * 5
+    for mixed in (True, False):
+        strategy = Compressed(FedAvg(), uplink="int8", downlink="uniform(8)", mixed_fleet=mixed)
+        train(strategy, [CompressMod(models=Full())], rounds=5, evaluate=True)
+        assert [t.dropped for t in strategy.traffic] == [{}] * 5

@@ -213,7 +213,7 @@ class Compressed(Strategy):
         self._acks = Acknowledgements()
         self._aware: set[int] = set()
         self._begun = False
-        self._unkept: set[int] = set()
+        self._keepers: set[int] = set()
         self._learnt: dict[Plan, Plan] = {}
         self._monitors: dict[int, Monitor] = {}
         self._round: _Round | None = None
@@ -541,9 +541,11 @@ class Compressed(Strategy):
                 self._aware.discard(reply.node)
             if self._downlink is None or reply.node not in sent.packed:
                 continue
-            if reply.notes is not None:  # other replies do not say it
-                (self._unkept.add if reply.notes.unkept else self._unkept.discard)(reply.node)
-            if reply.cause == "stale" or reply.node in self._unkept:
+            if reply.notes is not None and not reply.notes.unkept:
+                self._keepers.add(reply.node)
+            elif reply.notes is not None or reply.cause == "stale":
+                self._keepers.discard(reply.node)
+            if reply.node not in self._keepers:  # other replies do not say whether the model was kept
                 self._downlink.forget(reply.node)
             elif not reply.cause:
                 self._downlink.confirm(reply.node)
