@@ -16,17 +16,18 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate
 from fedcomp.blocks import block_count, spans
-from fedcomp.codec import Codec, Parts, Positions, Schema, nested, put_below, register, take_below
+from fedcomp.codec import Codec, Parts, Positions, Schema, register
 from fedcomp.codecs.identity import FLOAT32
+from fedcomp.codecs.sparse import Sparse, count_kept
 from fedcomp.codecs.topk import largest
 from fedcomp.codecs.uniform import FOUR_BITS
 from fedcomp.layout import Layout, Vector
-from fedcomp.terms import Term, scatter
+from fedcomp.terms import Term
 
 
 @register
 @dataclass(frozen=True)
-class BlockTopK(Codec):
+class BlockTopK(Sparse):
     """Keep the blocks of values with the largest energy; the rest are sent as zero. Biased: use it with error feedback.
 
     Args:
@@ -55,37 +56,27 @@ class BlockTopK(Codec):
         _validate.instance(kind=Codec, values=self.values)
 
     @property
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    def contractive(self) -> bool:
-        return self.values.contractive
-
-    @property
     def gentle(self) -> Codec | None:
         """Below one value in sixteen, small layers get four bits a value."""
         return FOUR_BITS if self.fraction < 1 / 16 else None
 
     def kept(self, blocks: int) -> int:
         """How many of the blocks are kept."""
-        return min(blocks, max(1, round(self.fraction * blocks)))
+        return count_kept(blocks, self.fraction)
 
     def _encode(self, x: Vector, layout: Layout, rng: np.random.Generator) -> Parts:
         blocks = largest(_strengths(x, layout, self.block), self.kept(block_count(layout, self.block)))
-        kept = x[_members(layout, self.block, blocks)]
-        return {"blocks": blocks, **put_below("values", self.values._encode(kept, Layout.vector(kept.size), rng))}
+        return {"blocks": blocks, **self._kept_parts(x[_members(layout, self.block, blocks)], rng)}
 
     def schema(self, layout: Layout) -> Schema:
         count = block_count(layout, self.block)
         blocks = yield Positions("blocks", self.kept(count), count)
         starts = _edges(layout, self.block)
         kept = int((starts[blocks + 1] - starts[blocks]).sum())
-        yield from nested("values", self.values.schema(Layout.vector(kept)))
+        yield from self._kept_schema(kept)
 
     def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
-        members = _members(layout, self.block, parts["blocks"])
-        yield from scatter(self.values.terms(take_below("values", parts), Layout.vector(members.size)), members)
+        yield from self._kept_terms(parts, _members(layout, self.block, parts["blocks"]))
 
 
 @lru_cache(maxsize=32)

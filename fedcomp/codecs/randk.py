@@ -13,9 +13,9 @@ from typing import ClassVar
 import numpy as np
 
 from fedcomp import _validate, seeded
-from fedcomp.codec import Codec, Count, Parts, Schema, nested, put_below, register, take_below
+from fedcomp.codec import Codec, Count, Parts, Schema, register, take_below
 from fedcomp.codecs.identity import FLOAT32
-from fedcomp.errors import ConfigError
+from fedcomp.codecs.sparse import Sparse, check_fraction_or_k, count_kept
 from fedcomp.layout import Layout, Vector
 from fedcomp.terms import Term, Values
 
@@ -24,7 +24,7 @@ _MAX = np.finfo(np.float32).max
 
 @register
 @dataclass(frozen=True)
-class RandomK(Codec):
+class RandomK(Sparse):
     """Keep k random values of the bucket; the rest are sent as zero. Costs four bytes besides the values.
 
     Args:
@@ -50,12 +50,7 @@ class RandomK(Codec):
     scaled: bool = True
 
     def __post_init__(self) -> None:
-        if bool(self.fraction) == bool(self.k):
-            raise ConfigError(f"randk: give either fraction or k, got fraction={self.fraction!r}, k={self.k!r}")
-        if self.fraction:
-            _validate.number(low=0, high=1, above=True, fraction=self.fraction)
-        else:
-            _validate.integer(low=1, high=2**40, k=self.k)
+        check_fraction_or_k(self.name, self.fraction, self.k)
         _validate.instance(kind=Codec, values=self.values)
         _validate.flag(scaled=self.scaled)
 
@@ -69,16 +64,16 @@ class RandomK(Codec):
 
     def kept(self, size: int) -> int:
         """How many of `size` values are kept."""
-        return min(size, self.k or max(1, round(self.fraction * size)))
+        return count_kept(size, self.fraction, self.k)
 
     def _encode(self, x: Vector, layout: Layout, rng: np.random.Generator) -> Parts:
         seed = seeded.draw_seed(rng)
         kept = x[seeded.subset(seeded.philox(int(seed)), self.kept(x.size), x.size)]
-        return {"seed": seed, **put_below("values", self.values._encode(kept, Layout.vector(kept.size), rng))}
+        return {"seed": seed, **self._kept_parts(kept, rng)}
 
     def schema(self, layout: Layout) -> Schema:
         yield Count("seed", seeded.SEED_LIMIT)
-        yield from nested("values", self.values.schema(Layout.vector(self.kept(layout.size))))
+        yield from self._kept_schema(self.kept(layout.size))
 
     def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         k = self.kept(layout.size)

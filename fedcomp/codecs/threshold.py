@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate
 from fedcomp.blocks import root_mean_square
-from fedcomp.codec import Codec, Count, Parts, Positions, Schema, nested, put_below, register, take_below
+from fedcomp.codec import Codec, Count, Parts, Positions, Schema, register
 from fedcomp.codecs.identity import FLOAT32
+from fedcomp.codecs.sparse import Sparse
 from fedcomp.codecs.uniform import FOUR_BITS
 from fedcomp.layout import Layout, Vector
-from fedcomp.terms import Term, scatter
+from fedcomp.terms import Term
 
 _MAX = float(np.finfo(np.float32).max)
 _SMALLEST = np.finfo(np.float32).smallest_subnormal
@@ -27,7 +28,7 @@ _SMALLEST = np.finfo(np.float32).smallest_subnormal
 
 @register
 @dataclass(frozen=True)
-class Threshold(Codec):
+class Threshold(Sparse):
     """Keep the values of at least tau times the root mean square; the rest are sent as zero. Biased: use it with
     error feedback.
 
@@ -54,31 +55,21 @@ class Threshold(Codec):
         _validate.instance(kind=Codec, values=self.values)
 
     @property
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    def contractive(self) -> bool:
-        return self.values.contractive
-
-    @property
     def gentle(self) -> Codec | None:
         """Where less than one normal value in sixteen is kept, small layers get four bits a value."""
         return FOUR_BITS if self.tau > 1.86 else None
 
     def _encode(self, x: Vector, layout: Layout, rng: np.random.Generator) -> Parts:
         positions = _above(x, self.tau)
-        inner = self.values._encode(x[positions], Layout.vector(positions.size), rng)
-        return {"count": np.array(positions.size), "positions": positions, **put_below("values", inner)}
+        return {"count": np.array(positions.size), "positions": positions, **self._kept_parts(x[positions], rng)}
 
     def schema(self, layout: Layout) -> Schema:
         count = int((yield Count("count", layout.size)))
         yield Positions("positions", count, layout.size)
-        yield from nested("values", self.values.schema(Layout.vector(count)))
+        yield from self._kept_schema(count)
 
     def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
-        positions = parts["positions"]
-        yield from scatter(self.values.terms(take_below("values", parts), Layout.vector(positions.size)), positions)
+        yield from self._kept_terms(parts, parts["positions"])
 
 
 def _above(x: Vector, tau: float) -> NDArray[np.int64]:

@@ -13,19 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import _validate
-from fedcomp.codec import Codec, Parts, Positions, Schema, nested, put_below, register, take_below
+from fedcomp.codec import Codec, Parts, Positions, Schema, register
 from fedcomp.codecs.identity import FLOAT32
+from fedcomp.codecs.sparse import Sparse, check_fraction_or_k, count_kept
 from fedcomp.codecs.uniform import FOUR_BITS
-from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
-from fedcomp.terms import Term, scatter
+from fedcomp.terms import Term
 
 _SAMPLE = 4096
 
 
 @register
 @dataclass(frozen=True)
-class TopK(Codec):
+class TopK(Sparse):
     """Keep the values of largest magnitude; the rest are sent as zero. Biased: use it with error feedback.
 
     Args:
@@ -51,22 +51,9 @@ class TopK(Codec):
     scope: str = "global"
 
     def __post_init__(self) -> None:
-        if bool(self.fraction) == bool(self.k):
-            raise ConfigError(f"topk: give either fraction or k, got fraction={self.fraction!r}, k={self.k!r}")
-        if self.fraction:
-            _validate.number(low=0, high=1, above=True, fraction=self.fraction)
-        else:
-            _validate.integer(low=1, high=2**40, k=self.k)
+        check_fraction_or_k(self.name, self.fraction, self.k)
         _validate.instance(kind=Codec, values=self.values)
         _validate.one_of(choices=("global", "tensor"), scope=self.scope)
-
-    @property
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    def contractive(self) -> bool:
-        return self.values.contractive
 
     @property
     def gentle(self) -> Codec | None:
@@ -75,7 +62,7 @@ class TopK(Codec):
 
     def kept(self, size: int) -> int:
         """How many of `size` values are kept."""
-        return min(size, self.k or max(1, round(self.fraction * size)))
+        return count_kept(size, self.fraction, self.k)
 
     def _groups(self, layout: Layout) -> list[slice]:
         return [slice(0, layout.size)] if self.scope == "global" else [where for _, where in layout.slices()]
@@ -88,17 +75,15 @@ class TopK(Codec):
             where.start + largest(x[where], self.kept(where.stop - where.start)) for where in self._groups(layout)
         ]
         positions = np.concatenate(picked) if picked else np.zeros(0, np.int64)
-        inner = self.values._encode(x[positions], Layout.vector(positions.size), rng)
-        return {"positions": positions, **put_below("values", inner)}
+        return {"positions": positions, **self._kept_parts(x[positions], rng)}
 
     def schema(self, layout: Layout) -> Schema:
         total = self._total(layout)
         yield Positions("positions", total, layout.size)
-        yield from nested("values", self.values.schema(Layout.vector(total)))
+        yield from self._kept_schema(total)
 
     def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
-        positions = parts["positions"]
-        yield from scatter(self.values.terms(take_below("values", parts), Layout.vector(positions.size)), positions)
+        yield from self._kept_terms(parts, parts["positions"])
 
 
 def largest(x: Vector, k: int) -> NDArray[np.int64]:
