@@ -161,21 +161,37 @@ def apply(contents: wire.Contents, base: Arrays) -> dict[str, NDArray[Any]]:
     return {name: model[name] for name in base}
 
 
+def difference(new: NDArray[Any], base: NDArray[Any]) -> NDArray[Any]:
+    """new - base of a tensor, in float64 if the new one is that, else in float32; infinite where it does not fit.
+
+    The base counts in the new one's dtype, so that what a client was sent in another dtype is no update.
+    """
+    dtype = new.dtype.newbyteorder("=")
+    wide = np.float64 if dtype == np.float64 else np.float32
+    start = base.astype(dtype, copy=False).astype(wide, copy=False)
+    with np.errstate(over="ignore", invalid="ignore"):
+        moved: NDArray[Any] = np.subtract(new, start, dtype=wide)
+    return moved
+
+
+def total(base: NDArray[Any], update: Vector, dtype: str) -> NDArray[Any]:
+    """base + update of a tensor in the dtype, added in float64 if it is that, else in float32; perhaps infinite."""
+    wide = np.float64 if dtype == "float64" else np.float32
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.asarray(np.add(base.astype(dtype, copy=False), update, dtype=wide), dtype)
+
+
 def _update(base: Arrays, new: Arrays, bucket: Bucket) -> Vector:
-    """new - base of the bucket's tensors as one float32 vector; the base counts in the reply's dtype."""
+    """new - base of the bucket's tensors as one float32 vector."""
     out = np.empty(bucket.layout.size, np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):  # found by the codec's check, which names the tensor
+    with np.errstate(over="ignore"):  # found by the codec's check, which names the tensor
         for tensor, where in bucket.layout.slices():
-            wide = np.float64 if tensor.dtype == "float64" else np.float32
-            start = base[tensor.name].astype(tensor.dtype).astype(wide, copy=False)
-            out[where] = np.subtract(new[tensor.name], start, dtype=wide).ravel()
+            out[where] = difference(new[tensor.name], base[tensor.name]).ravel()
     return out
 
 
 def _apply(base: NDArray[Any], update: Vector, name: str, dtype: str) -> NDArray[Any]:
-    wide = np.float64 if dtype == "float64" else np.float32
-    with np.errstate(over="ignore", invalid="ignore"):
-        model: NDArray[Any] = np.asarray(np.add(base.astype(dtype), update, dtype=wide), dtype)
+    model = total(base, update, dtype)
     if not np.isfinite(model).all():
         raise UnboundedError(f"tensor {name!r}: the decoded model is not finite in {dtype}")
     return model

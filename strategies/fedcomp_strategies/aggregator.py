@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fedcomp import _validate, decompress, wire
 from fedcomp.codecs.sketch import CountSketch, sketch
-from fedcomp.compressor import apply
+from fedcomp.compressor import apply, difference, total
 from fedcomp.device import resolve, running_sum
 from fedcomp.errors import ConfigError, FedcompError, FrameError, LayoutError
 from fedcomp.layout import Arrays, Layout, Vector, check_finite, check_same_tensors
@@ -70,9 +70,9 @@ class Mean:
         """
         _validate.one_of(choices=("mean", "max"), integers=integers)
         for name, start in base.items():
-            dtype = np.dtype(self.dtypes.get(name, start.dtype))
+            dtype = self.dtypes.get(name, start.dtype.name)
             if name in self.update:
-                yield name, _plus(start, self.update[name], dtype)
+                yield name, total(start, self.update[name], dtype)
             elif name not in self.verbatim:
                 yield name, np.array(start)
             elif name in self.largest:
@@ -180,9 +180,9 @@ class Aggregator:
 
         Replies that cannot be read are added to the failed ones.
         """
-        total = self._weight(failed)
+        everything = self._weight(failed)
         # A power of two, so that what failed replies weigh changes no bit; within what float64 can undo.
-        scale = math.ldexp(1.0, min(-math.frexp(total)[1], 1000))
+        scale = math.ldexp(1.0, min(-math.frexp(everything)[1], 1000))
         sums = [_BucketSum(bucket, self._device, self._tables) for bucket in self.buckets]
         values, contents, suspects = _Values(), dict[int, Contents](), list[int]()
         for node in sorted(self._replies.keys() - failed.keys()):
@@ -366,20 +366,10 @@ def _times(x: Vector, factor: float) -> Vector:
     return x if np.isfinite(peak(x)) else np.clip(x, -MAX, MAX)  # shares may sum to a hair above one
 
 
-def _plus(base: Array, update: Vector, dtype: np.dtype[Any]) -> Array:
-    """base + update, added in float64 if the dtype is that, else in float32."""
-    wide = np.float64 if dtype == np.float64 else np.float32
-    with np.errstate(over="ignore"):
-        return np.asarray(np.add(base.astype(dtype, copy=False), update, dtype=wide), dtype)
-
-
 def _difference(new: Array, base: Array) -> Vector:
-    """new - base in float32; the base counts in the new one's dtype, as it does for who compresses."""
-    wide = np.float64 if new.dtype == np.float64 else np.float32
-    with np.errstate(over="ignore", invalid="ignore"):
-        start = base.astype(new.dtype, copy=False).astype(wide, copy=False)
-        update: Vector = np.subtract(new, start, dtype=wide).astype(np.float32, copy=False)
-    return update
+    """What is added to the base, as float32."""
+    with np.errstate(over="ignore"):
+        return difference(new, base).astype(np.float32, copy=False)
 
 
 def _check_difference(base: Arrays, model: Arrays) -> None:
