@@ -4,11 +4,14 @@ The server decides the codec; a client that does not understand the request repl
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from fedcomp import _validate
 from fedcomp.errors import ConfigError
 from fedcomp.feedback import Feedback, NoFeedback, as_feedback
+from fedcomp.layout import is_float_dtype
 from fedcomp.plan import Plan
 
 KEY = "fedcomp"
@@ -76,3 +79,20 @@ class Request:
         return cls(
             Plan.from_config(told["plan"]), told["round"], as_feedback(told["feedback"]), told["seed"], told["session"]
         )
+
+
+class Serialized(Protocol):
+    """An array as Flower's messages hold it."""
+
+    @property
+    def dtype(self) -> str:
+        """Name of numpy's dtype."""
+
+    @property
+    def stype(self) -> str:
+        """How it is serialized."""
+
+
+def has_floats(record: Mapping[str, Serialized]) -> bool:
+    """Whether there is anything in a message's record that a codec could compress."""
+    return any(array.stype == "numpy.ndarray" and is_float_dtype(array.dtype) for array in record.values())

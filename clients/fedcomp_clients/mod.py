@@ -5,7 +5,6 @@ update is what gets compressed).
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -16,9 +15,8 @@ from fedcomp import CompressedUpdate, ConfigError, Layout, LayoutError, Memory, 
 from fedcomp.feedback import EMPTY
 from fedcomp.feedback.cafe import blank
 from fedcomp.feedback.stored import memory_layout
-from fedcomp.layout import is_float_dtype
 from fedcomp.monitor import Monitor, Sink
-from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, STYPE, Request
+from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, STYPE, Request, has_floats
 from fedcomp_clients.downlink import FileModelCache, ModelCache, Received, receive
 from fedcomp_clients.state import FileStore, StateStore
 
@@ -54,7 +52,7 @@ class CompressMod:
         if told is None or len(message.content.array_records) != 1:
             return call_next(message, context)
         base = dict(next(iter(message.content.array_records.values())))  # user code may empty the record itself
-        if not _has_floats(base):  # trees, counters: nothing to compress
+        if not has_floats(base):  # trees, counters: nothing to compress
             return call_next(message, context)
         reply = call_next(message, context)
         if reply.has_error() or len(reply.content.array_records) != 1:
@@ -161,10 +159,6 @@ class _Told:
     def used(self, number: int) -> int:
         """The round of the last upload that the server used of the client with this number; 0: none."""
         return self.acks.get(number, 0) if self.ack is None else self.ack
-
-
-def _has_floats(record: Mapping[str, Array]) -> bool:
-    return any(array.stype == "numpy.ndarray" and is_float_dtype(array.dtype) for array in record.values())
 
 
 def _training(request: Request, context: Context) -> str:

@@ -36,7 +36,7 @@ from fedcomp.compressor import apply
 from fedcomp.device import resolve
 from fedcomp.layout import Layout, Vector, check_finite, check_same_tensors
 from fedcomp.monitor import Monitor, Sink
-from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, Request
+from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, Request, has_floats
 from fedcomp.schedule import Schedule, as_schedule
 from fedcomp_strategies.acks import Acknowledgements
 from fedcomp_strategies.aggregator import Aggregator
@@ -46,7 +46,6 @@ from fedcomp_strategies.feedback import SERVER, ServerFeedback
 from fedcomp_strategies.records import (
     Model,
     copies,
-    has_floats,
     identity,
     integers_in,
     is_finite,

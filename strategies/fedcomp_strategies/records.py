@@ -9,8 +9,6 @@ from flwr.app import Array, ArrayRecord
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from fedcomp.layout import is_float_dtype
-
 Model = dict[str, NDArray[Any]]
 
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
@@ -39,11 +37,6 @@ def nbytes(record: Mapping[str, Array]) -> int:
 def identity(record: Mapping[str, Array]) -> tuple[tuple[str, int], ...]:
     """The same for records that hold the same objects, as those of one round usually do."""
     return tuple((name, id(array.data)) for name, array in record.items())
-
-
-def has_floats(record: Mapping[str, Array]) -> bool:
-    """Whether there is anything in it that a codec could compress."""
-    return any(array.stype == "numpy.ndarray" and is_float_dtype(array.dtype) for array in record.values())
 
 
 def integers_in(record: Mapping[str, Array]) -> set[str]:
