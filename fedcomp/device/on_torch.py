@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedcomp.device.running import NumpySum, joined
+from fedcomp.device.running import NumpySum, Products
 from fedcomp.entropy import SparseSymbols
 from fedcomp.layout import Vector
 from fedcomp.terms import MAX, Index, Levels, Product, Term, Values, peak
@@ -140,8 +140,7 @@ class TorchSum:
         self._device = torch.device(device)
         self._total = torch.zeros(size, dtype=torch.float32, device=self._device)
         self._offsets = _Offsets()
-        self._waiting: dict[int, list[tuple[Product, float]]] = {}
-        self._held = 0
+        self._products = Products(size)
 
     def add(self, terms: Iterable[Term], weight: float) -> float:
         """See RunningSum."""
@@ -149,8 +148,7 @@ class TorchSum:
         for term in terms:
             if isinstance(term, Product):
                 bound = max(bound, term.peak())
-                self._waiting.setdefault(term.where.start, []).append((term, weight))
-                self._held += term.left.size + term.right.size
+                self._products.add(term, weight)
             elif isinstance(term, Levels):
                 bound = max(bound, term.peak())
                 if (steps := _steps(term, weight)) is not None:
@@ -162,7 +160,7 @@ class TorchSum:
             else:
                 bound = max(bound, peak(term.values))
                 self._put(term.where, self._send(term.values) * np.float32(weight).item())
-        if 2 * self._held > self._total.numel():
+        if self._products.full:
             self._flush()
         return bound
 
@@ -188,11 +186,7 @@ class TorchSum:
             self._total.index_add_(0, self._send(where), values)
 
     def _flush(self) -> None:
-        for waiting in self._waiting.values():
-            left, right = (self._send(factor) for factor in joined(waiting))
-            first = waiting[0][0]
+        for first, left, right in self._products.take():
             outputs, height, inputs, width = first.split
             target = self._total[first.where].view(outputs, inputs, height, width).permute(0, 2, 1, 3)
-            target += (left @ right).view(first.split)
-        self._waiting.clear()
-        self._held = 0
+            target += (self._send(left) @ self._send(right)).view(first.split)

@@ -23,16 +23,43 @@ class RunningSum(Protocol):
         """The sum so far as a float32 vector (size,), which belongs to the sum."""
 
 
-class NumpySum:
-    """The sum on one core. Products wait until there are many, or more than half as many values as in the sum:
+class Products:
+    """Products of the terms of many clients, tensor by tensor, until there are enough for one matrix product of all:
 
-    sum_i w_i L_i R_i = [w_1 L_1 ... w_n L_n] [R_1; ...; R_n]   is one matrix product for all clients.
+    sum_i w_i L_i R_i = [w_1 L_1 ... w_n L_n] [R_1; ...; R_n]
+
+    Enough are more than half as many values as in a sum of `size`.
     """
 
     def __init__(self, size: int) -> None:
-        self._total = np.zeros(size, np.float32)
+        self._most = size / 2
         self._waiting: dict[int, list[tuple[Product, float]]] = {}
         self._held = 0
+
+    def add(self, product: Product, weight: float) -> None:
+        """Let a product wait."""
+        self._waiting.setdefault(product.where.start, []).append((product, weight))
+        self._held += product.left.size + product.right.size
+
+    @property
+    def full(self) -> bool:
+        """Whether they should be taken."""
+        return self._held > self._most
+
+    def take(self) -> Iterator[tuple[Product, NDArray[np.float32], NDArray[np.float32]]]:
+        """For each tensor one of its products, and factors (m, all ranks), (all ranks, n) of the weighted sum."""
+        waiting, self._waiting, self._held = self._waiting, {}, 0
+        for products in waiting.values():
+            left = np.concatenate([product.left * np.float32(weight) for product, weight in products], axis=1)
+            yield products[0][0], left, np.concatenate([product.right for product, _ in products])
+
+
+class NumpySum:
+    """The sum on one core."""
+
+    def __init__(self, size: int) -> None:
+        self._total = np.zeros(size, np.float32)
+        self._products = Products(size)
 
     def add(self, terms: Iterable[Term], weight: float) -> float:
         """See RunningSum."""
@@ -40,9 +67,8 @@ class NumpySum:
         bound = term_sums.add(_set_apart(terms, waiting), self._total, weight)
         for product in waiting:
             bound = max(bound, product.peak())
-            self._waiting.setdefault(product.where.start, []).append((product, weight))
-            self._held += product.left.size + product.right.size
-        if 2 * self._held > self._total.size:
+            self._products.add(product, weight)
+        if self._products.full:
             self._flush()
         return bound
 
@@ -52,9 +78,7 @@ class NumpySum:
         return self._total
 
     def _flush(self) -> None:
-        for waiting in self._waiting.values():
-            left, right = joined(waiting)
-            first = waiting[0][0]
+        for first, left, right in self._products.take():
             outputs, height, inputs, width = first.split
             # The tensor as it is stored, seen as the matrix: rows (outputs, height), columns (inputs, width).
             target = self._total[first.where].reshape(outputs, inputs, height, width).transpose(0, 2, 1, 3)
@@ -62,14 +86,6 @@ class NumpySum:
             for start in range(0, outputs, step):
                 rows = left[start * height : (start + step) * height] @ right
                 target[start : start + step] += rows.reshape(-1, height, inputs, width)
-        self._waiting.clear()
-        self._held = 0
-
-
-def joined(products: list[tuple[Product, float]]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Two factors of the weighted sum of products for one tensor: (m, all ranks) and (all ranks, n)."""
-    left = np.concatenate([product.left * np.float32(weight) for product, weight in products], axis=1)
-    return left, np.concatenate([product.right for product, _ in products])
 
 
 def _set_apart(terms: Iterable[Term], products: list[Product]) -> Iterator[Term]:
