@@ -249,15 +249,15 @@ class Compressed(Strategy):
         asked = Counter(message.metadata.dst_node_id for message in messages)
         self._round = _Round(arrays, asked)
         told = self._tell_acks(grid, set(asked))
-        readable = {identity(r) for m in messages for r in m.content.array_records.values() if self._can_code(r)}
+        models, request = self._models(messages), self._request.to_text()
         for message in messages:
             records = list(message.content.array_records.values())
             node = message.metadata.dst_node_id
             # Two replies of one node could not be told apart: such nodes reply plainly.
-            if len(records) == 1 and asked[node] == 1 and identity(records[0]) in readable:
+            if len(records) == 1 and asked[node] == 1 and identity(records[0]) in models:
                 self._round.sent[node] = records[0]
-                message.content = _with_config(message.content, {KEY: self._request.to_text(), **told.get(node, {})})
-        self._pack(messages, server_round, self._feedback.predictor_frame)
+                message.content = _with_config(message.content, {KEY: request, **told.get(node, {})})
+        self._pack(messages, models, server_round, self._feedback.predictor_frame)
         self.traffic.append(RoundTraffic(server_round, messages=len(messages), bytes_down=payload(messages)))
         return messages
 
@@ -265,15 +265,21 @@ class Compressed(Strategy):
         planned = self._schedule.plan(server_round)
         return self._learnt.get(planned, planned)
 
-    def _can_code(self, record: ArrayRecord) -> bool:
-        """Whether it is a model of dtypes that frames can be about; others pass through as they are."""
-        try:
-            Layout.of(views(record))
-        except LayoutError as error:
-            if not self.traffic:  # once
-                log.warning("models are sent and received uncompressed: %s", error)
-            return False
-        return True
+    def _models(self, messages: list[Message]) -> set[Any]:
+        """Which records in the messages, by identity, are models of dtypes that frames can be about.
+
+        Others pass through as they are. Messages usually share one record, which is looked at once.
+        """
+        records = {identity(record): record for m in messages for record in m.content.array_records.values()}
+        models = set()
+        for known, record in records.items():
+            try:
+                Layout.of(views(record))
+                models.add(known)
+            except LayoutError as error:
+                if not self.traffic:  # once
+                    log.warning("models are sent and received uncompressed: %s", error)
+        return models
 
     def _tell_acks(self, grid: Grid, nodes: set[int]) -> dict[int, dict[str, Any]]:
         """What to tell each node about its former uploads."""
@@ -286,7 +292,9 @@ class Compressed(Strategy):
             for node, round_ in told.items()
         }
 
-    def _pack(self, messages: list[Message], server_round: int, predictor: bytes | None = None) -> None:
+    def _pack(
+        self, messages: list[Message], models: set[Any], server_round: int, predictor: bytes | None = None
+    ) -> None:
         """Replace the global model in the messages by packages, for nodes that can read them."""
         if self._downlink is None or self._round is None:
             return
@@ -298,10 +306,11 @@ class Compressed(Strategy):
             if (self._mixed and node not in self._aware) or len(sent) != 1:
                 continue
             ((key, record),) = sent.items()
-            if published is None and has_floats(record) and self._can_code(record):
+            known = identity(record)
+            if published is None and has_floats(record) and known in models:
                 self._downlink.publish(views(record), server_round)
-                published = identity(record)
-            if identity(record) != published:  # strategies with several models at once
+                published = known
+            if known != published:  # strategies with several models at once
                 continue
             data = self._downlink.package(node, predictor)
             packed = Array(dtype="uint8", shape=(len(data),), stype=MODEL_STYPE, data=data)
@@ -316,7 +325,7 @@ class Compressed(Strategy):
         """The inner strategy's evaluate messages, with the model packed as for training."""
         messages = list(self.strategy.configure_evaluate(server_round, arrays, config, grid))
         self._round = _Round(arrays)
-        self._pack(messages, server_round)
+        self._pack(messages, self._models(messages), server_round)
         if messages:
             self._count(server_round, bytes_down_evaluate=payload(messages))
         return messages
