@@ -141,6 +141,12 @@ class Codec(ABC):
     number: ClassVar[int]
     """Id in frames, 1 to 255. Permanent: a codec that decodes differently takes a new one."""
 
+    encoder_only: ClassVar[frozenset[str]] = frozenset()
+    """Fields that decoding does not need: frames do not tell them."""
+
+    pools: ClassVar[bool] = False
+    """Whether no tensor is too small for it, since it codes all of them together: see Plan.min_size."""
+
     @property
     @abstractmethod
     def unbiased(self) -> bool:

@@ -1,8 +1,8 @@
 """A plan's configuration in a few bytes, so that every frame says how it was made.
 
-Layout (FORMAT.md, section 4): a plan is its codec, its sizes and its rules; a codec is its number, a count and
-that many fields that differ from their defaults, each a byte ``index << 4 | tag`` and a value. Small plans take 5 to
-15 bytes.
+Layout (FORMAT.md, section 4): a plan is its codec and, unless all are at their defaults, its sizes and its rules; a
+codec is its number, a count and that many fields that differ from their defaults, each a byte ``index << 4 | tag`` and
+a value. What only the encoder needs to know is left out. Small plans take 2 to 12 bytes.
 """
 
 from functools import lru_cache
@@ -18,8 +18,13 @@ _DEPTH = 8
 
 
 @lru_cache(maxsize=64)
-def describe(plan: Plan) -> bytes:
-    """The plan as bytes. A shared codebook is named by its digest only."""
+def describe(plan: Plan, *, whole: bool = False) -> bytes:
+    """The plan as bytes; `whole`: with what is at its default, as in version 1 of the frame.
+
+    A shared codebook is named by its digest only.
+    """
+    if not whole and plan == Plan(plan.codec):
+        return _codec(plan.codec)
     rules = b"".join(map(_rule, plan.rules))
     share = b"" if plan.gentle_share == Plan.gentle_share else repr(float(plan.gentle_share)).encode()
     return _codec(plan.codec) + write_varint(plan.min_size) + sized(share) + write_varint(len(plan.rules)) + rules
@@ -42,7 +47,7 @@ def sized(data: bytes) -> bytes:
 
 
 def _codec(codec: Codec) -> bytes:
-    told = settings(codec)
+    told = {key: value for key, value in settings(codec).items() if key not in codec.encoder_only}
     out = bytes([codec.number, len(told)])
     for index, field in enumerate(codec_fields(codec)):
         if field.name in told:
@@ -151,9 +156,15 @@ class _Reader:
 
 
 def read_plan(data: bytes) -> Plan:
-    """The plan that `describe` wrote. Raises FrameError for anything else; nothing is imported or evaluated."""
+    """The plan that `describe` wrote, whole or not, fields of the encoder alone at their defaults.
+
+    Raises FrameError for anything else; nothing is imported or evaluated.
+    """
     reader = _Reader(data)
-    codec, min_size, share = reader.codec(), reader.varint(), reader.text()
+    codec = reader.codec()
+    if reader.at == len(data):
+        return Plan(codec)
+    min_size, share = reader.varint(), reader.text()
     count = reader.varint()
     if count > MAX_RULES:
         raise FrameError(f"descriptor: {count} rules, at most {MAX_RULES} are allowed")

@@ -115,7 +115,8 @@ class Plan:
         codec: for every tensor that no rule and no exception names.
         rules: first match wins, before all exceptions (which never apply to a tensor that a rule names,
             except that integers and booleans are never coded with loss).
-        min_size: float tensors with fewer elements travel verbatim. Larger: safer for tiny layers, more bytes.
+        min_size: float tensors with fewer elements travel verbatim. Larger: safer for tiny layers, more bytes. Without
+            effect where the codec pools small tensors, as auto does.
         gentle_share: the smallest tensors, up to this share of the elements, get the codec's gentle companion if it
             has one. 0: none.
 
@@ -248,11 +249,12 @@ def _buckets(plan: Plan, layout: Layout) -> tuple[Bucket, ...]:
 def _assign(plan: Plan, layout: Layout) -> tuple[Codec | None, ...]:
     found: list[Codec | None] = []
     open_to_gentle = []
+    min_size = 0 if plan.codec.pools else plan.min_size
     for index, tensor in enumerate(layout.tensors):
         rule = next((r for r in plan.rules if tensor.is_float and r.matches(tensor, layout)), None)
         if rule is not None:
             found.append(rule.codec)
-        elif not tensor.is_float or tensor.size < plan.min_size or _is_normalisation(tensor.name, layout):
+        elif not tensor.is_float or tensor.size < min_size or _is_normalisation(tensor.name, layout):
             found.append(None)
         else:
             found.append(plan.codec)

@@ -7,7 +7,7 @@ Whatever is wrong with the bytes ends in one exception, FrameError.
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -27,18 +27,23 @@ from fedcomp.entropy import (
     encode_positions,
     encode_symbols,
 )
-from fedcomp.entropy.bits import read_varint, write_varint
+from fedcomp.entropy.bits import LARGEST_HALF, read_half, read_varint, write_half, write_varint
 from fedcomp.errors import FrameError, LayoutError, RoundError
 from fedcomp.layout import DTYPES, Layout
-from fedcomp.plan import Plan
+from fedcomp.plan import Bucket, Plan
 
 MAGIC = b"\xfc\x9d"
-VERSION = 1
-HEADER = struct.Struct("<2sBBI8sI")
-"""Magic, version, flags, CRC-32 of all other bytes, layout digest, round: 20 bytes."""
+VERSION = 2
+"""What is written. Version 1, with a longer header and plan, is read too."""
 
-_OTHER_DTYPES, _PREDICTED, _RESET, _SHORTENED, _NUMBERED, _UNKEPT = (1 << bit for bit in range(6))  # flags
-_FLAGS = _OTHER_DTYPES | _PREDICTED | _RESET | _SHORTENED | _NUMBERED | _UNKEPT
+HEADER = struct.Struct("<2sBBI4s")
+"""Magic, version, flags, CRC-32 of all other bytes, start of the layout digest: 12 bytes. The round follows."""
+
+_OLD_TAIL = struct.Struct("<4sI")
+"""In version 1 the rest of the digest and the round follow."""
+
+_OTHER_DTYPES, _PREDICTED, _RESET, _SHORTENED, _NUMBERED, _UNKEPT, _MEASURED = (1 << bit for bit in range(7))  # flags
+_FLAGS = {1: _MEASURED - 1, 2: 2 * _MEASURED - 1}
 _CRC_AT = slice(4, 8)
 _TOLD = 1000  # bytes of a wrong plan that are read just to name it
 
@@ -53,6 +58,7 @@ class Notes:
         shortened: the client's memory had grown beyond its limit and was shortened.
         number: the client introduces itself by this number, which it keeps when its node id changes; None: it does not.
         unkept: the client was asked to keep the model of its package and could not: no difference to it can be sent.
+        norm: the length of the update of the coded tensors, to three digits; None: the server does not need it.
     """
 
     predicted: bool = False
@@ -60,6 +66,12 @@ class Notes:
     shortened: bool = False
     number: int | None = None
     unkept: bool = False
+    norm: float | None = None
+
+    @classmethod
+    def rounded(cls, norm: float) -> float:
+        """The norm as it is sent: the nearest number with 8 bits that float32 holds."""
+        return read_half(write_half(norm))
 
 
 @dataclass(frozen=True)
@@ -92,20 +104,25 @@ def pack(contents: Contents, base: Layout) -> bytes:
     Raises LayoutError if the parts do not fit their codec's schema.
     """
     flags, body = _write_notes(contents.notes)
-    body += sized(describe(contents.plan))
+    body = write_varint(contents.round) + body + sized(describe(contents.plan))
     if contents.layout.tensors != base.tensors:
         flags, body = flags | _OTHER_DTYPES, body + _write_dtypes(contents.layout)
     for bucket, parts in zip(contents.plan.buckets(contents.layout), contents.parts, strict=True):
-        body += b"".join(_write_parts(parts, bucket.codec.schema(bucket.layout), str(bucket.codec)))
+        body += write_parts(parts, bucket)
     body += _write_verbatim(contents)
-    head = HEADER.pack(MAGIC, VERSION, flags, 0, base.digest, contents.round)
+    head = HEADER.pack(MAGIC, VERSION, flags, 0, base.digest)
     crc = zlib.crc32(body, zlib.crc32(head[_CRC_AT.stop :], zlib.crc32(head[: _CRC_AT.start])))
-    return HEADER.pack(MAGIC, VERSION, flags, crc, base.digest, contents.round) + body
+    return HEADER.pack(MAGIC, VERSION, flags, crc, base.digest) + body
 
 
 def _write_notes(notes: Notes) -> tuple[int, bytes]:
     flags = notes.predicted * _PREDICTED | notes.reset * _RESET | notes.shortened * _SHORTENED | notes.unkept * _UNKEPT
-    return (flags, b"") if notes.number is None else (flags | _NUMBERED, write_varint(notes.number))
+    body = b""
+    if notes.number is not None:
+        flags, body = flags | _NUMBERED, write_varint(notes.number)
+    if notes.norm is not None:
+        flags, body = flags | _MEASURED, body + write_half(notes.norm).to_bytes(2, "little")
+    return flags, body
 
 
 def _write_dtypes(layout: Layout) -> bytes:
@@ -114,17 +131,19 @@ def _write_dtypes(layout: Layout) -> bytes:
     return b"".join(bytes([code]) + write_varint(count) for code, count in runs)
 
 
-def _write_parts(parts: Parts, schema: Schema, codec: str) -> Iterator[bytes]:
+def write_parts(parts: Parts, bucket: Bucket) -> bytes:
+    """The streams of a bucket's parts. Raises LayoutError if they do not fit their codec's schema."""
+
     def write(spec: PartSpec) -> NDArray[Any]:
         part = parts.get(spec.name)
         if part is None or part.size != getattr(spec, "count", 1):
-            raise LayoutError(f"codec {codec}: part {spec.name!r} does not fit {spec}")
+            raise LayoutError(f"codec {bucket.codec}: part {spec.name!r} does not fit {spec}")
         written.append(_write_part(part, spec))
         return part
 
     written: list[bytes] = []
-    _walk(schema, write)
-    return iter(written)
+    _walk(bucket.codec.schema(bucket.layout), write)
+    return b"".join(written)
 
 
 def _walk(schema: Schema, step: Callable[[PartSpec], NDArray[Any]]) -> None:
@@ -188,11 +207,11 @@ def unpack(frame: bytes, base: Layout, *, plan: Plan | None = None, round: int |
     """
     head, reader = _open(frame)
     notes = _read_notes(reader, head.flags)
-    if head.digest != base.digest:
+    if not base.digest.startswith(head.digest):
         raise FrameError(f"frame is for another model: layout {head.digest.hex()}, expected {base.digest.hex()}")
     if round is not None and head.round != round:
         raise RoundError(f"frame is for round {head.round}, expected round {round}")
-    plan = _read_plan(reader, plan)
+    plan = _read_plan(reader, plan, head.version)
     layout = _read_dtypes(reader, base) if head.flags & _OTHER_DTYPES else base
     parts = [_read_parts(reader, bucket.codec.schema(bucket.layout)) for bucket in plan.buckets(layout)]
     verbatim = _read_verbatim(reader, plan, layout)
@@ -221,12 +240,12 @@ def inspect(frame: bytes) -> dict[str, Any]:
         plan = str(error)
     return {
         "bytes": len(frame),
-        "version": VERSION,
+        "version": head.version,
         "round": head.round,
         "layout": head.digest.hex(),
         "plan": plan,
         "notes": {key: value for key, value in vars(notes).items() if value is not False and value is not None},
-        "header_bytes": HEADER.size,
+        "header_bytes": head.size,
         "plan_bytes": len(described),
         "body_bytes": reader.left,
     }
@@ -234,9 +253,11 @@ def inspect(frame: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Head:
+    version: int
     flags: int
-    digest: bytes
+    digest: bytes  # its first 4 bytes, in version 1 all 8
     round: int
+    size: int  # bytes of the header
 
 
 class _Reader:
@@ -284,32 +305,45 @@ class _Reader:
 def _open(frame: bytes) -> tuple[_Head, _Reader]:
     if len(frame) < HEADER.size:
         raise FrameError(f"frame of {len(frame)} bytes is shorter than its header of {HEADER.size}")
-    magic, version, flags, crc, digest, round_ = HEADER.unpack_from(frame)
+    magic, version, flags, crc, digest = HEADER.unpack_from(frame)
     if magic != MAGIC:
         raise FrameError(f"not a fedcomp frame: starts with {magic.hex()}, expected {MAGIC.hex()}")
-    if version != VERSION:
-        raise FrameError(f"frame of version {version}, this fedcomp reads version {VERSION}; update the older side")
+    if version not in _FLAGS:
+        raise FrameError(
+            f"frame of version {version}, this fedcomp reads versions {', '.join(map(str, _FLAGS))}; "
+            "update the older side"
+        )
     view = memoryview(frame)
     if zlib.crc32(view[_CRC_AT.stop :], zlib.crc32(view[: _CRC_AT.start])) != crc:
         raise FrameError("frame is damaged: its checksum does not match")
-    if flags & ~_FLAGS:
+    if flags & ~_FLAGS[version]:
         raise FrameError(f"frame has unknown flags {flags:#04x}; it may come from a newer fedcomp")
-    return _Head(flags, digest, round_), _Reader(view[HEADER.size :])
+    reader = _Reader(view[HEADER.size :])
+    if version == 1:
+        rest, round_ = _OLD_TAIL.unpack(reader.take(_OLD_TAIL.size))
+        return _Head(version, flags, digest + rest, round_, len(frame) - reader.left), reader
+    round_ = reader.varint()
+    if round_ >> 32:
+        raise FrameError(f"frame is for round {round_}, expected one below 2^32")
+    return _Head(version, flags, digest, round_, len(frame) - reader.left), reader
 
 
 def _read_notes(reader: _Reader, flags: int) -> Notes:
     number = reader.varint() if flags & _NUMBERED else None
     if number is not None and number >> 63:  # as far as the integers of Flower's messages go
         raise FrameError(f"frame has a client number of {number}, expected one below 2^63")
+    written = int.from_bytes(reader.take(2), "little") if flags & _MEASURED else None
+    if written is not None and written > LARGEST_HALF:
+        raise FrameError("frame has a norm that is negative or not finite")
     predicted, reset, shortened, unkept = (bool(flags & bit) for bit in (_PREDICTED, _RESET, _SHORTENED, _UNKEPT))
-    return Notes(predicted, reset, shortened, number, unkept)
+    return Notes(predicted, reset, shortened, number, unkept, None if written is None else read_half(written))
 
 
-def _read_plan(reader: _Reader, expected: Plan | None) -> Plan:
+def _read_plan(reader: _Reader, expected: Plan | None, version: int) -> Plan:
     described = reader.take(reader.varint())
     if expected is None:
         return read_plan(described)
-    if described != describe(expected):
+    if described != describe(expected, whole=version == 1):
         try:
             came = str(read_plan(described[:_TOLD]).to_config())
         except FrameError as error:

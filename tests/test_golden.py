@@ -1,7 +1,8 @@
 """Golden frames: every later version must decode what this one wrote.
 
 A folder `golden/<name>/` holds config.json (the plan), base.npz and model.npz (what was sent and what was decoded then)
-and frame.bin. A missing file fails. `python tests/test_golden.py NAME...` writes new folders, never over an old one.
+and the same update as a frame of each version that has been written: frame.bin of version 1, frame2.bin of version 2. A
+missing config or model fails. `python tests/test_golden.py NAME...` writes new folders, never over an old one.
 """
 
 import json
@@ -102,7 +103,7 @@ def write(name: str) -> None:
     plan, (base, new) = Plan.from_config(PLANS[name]), EXAMPLES.get(name, example)()
     frame = fedcomp.compress(base, new, plan, round=5, rng=fedcomp.generator(1, 5, 3)).frame
     (folder / "config.json").write_text(json.dumps(PLANS[name]) + "\n")
-    (folder / "frame.bin").write_bytes(frame)
+    (folder / "frame2.bin").write_bytes(frame)
     np.savez_compressed(folder / "base.npz", **base)
     model: dict[str, Any] = {**fedcomp.decompress(frame, base)}
     np.savez_compressed(folder / "model.npz", **model)
@@ -114,11 +115,14 @@ def test_golden_frames_still_decode(name: str) -> None:
     folder = GOLDEN / name
     plan = Plan.from_config(json.loads((folder / "config.json").read_text()))
     with np.load(folder / "base.npz") as base, np.load(folder / "model.npz") as expected:
-        model = fedcomp.decompress((folder / "frame.bin").read_bytes(), dict(base), plan=plan, round=5)
-        assert list(model) == list(expected)
-        for tensor in expected:
-            assert model[tensor].dtype == expected[tensor].dtype
-            assert np.array_equal(model[tensor], expected[tensor]), tensor
+        frames = [path.read_bytes() for path in sorted(folder.glob("frame*.bin"))]
+        assert frames
+        for frame in frames:
+            model = fedcomp.decompress(frame, dict(base), plan=plan, round=5)
+            assert list(model) == list(expected)
+            for tensor in expected:
+                assert model[tensor].dtype == expected[tensor].dtype
+                assert np.array_equal(model[tensor], expected[tensor]), tensor
 
 
 def test_every_codec_has_a_golden_frame() -> None:
@@ -131,7 +135,7 @@ def test_the_same_inputs_still_give_the_golden_bytes(name: str) -> None:
     base, new = example()
     plan = Plan.from_config(PLANS[name])
     frame = fedcomp.compress(base, new, plan, round=5, rng=fedcomp.generator(1, 5, 3)).frame
-    assert frame == (GOLDEN / name / "frame.bin").read_bytes()
+    assert frame == (GOLDEN / name / "frame2.bin").read_bytes()
 
 
 if __name__ == "__main__":

@@ -52,10 +52,13 @@ def refused(data: bytes, match: str | None, **expected: Any) -> None:
 # --- size ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_header_of_a_whole_model_takes_20_bytes_and_the_plan_few() -> None:
-    assert wire.HEADER.size == 20
+HEAD = wire.HEADER.size + 1  # with a round below 128
+
+
+def test_the_header_of_a_whole_model_takes_13_bytes_and_the_plan_few() -> None:
+    assert HEAD == 13
     sizes = {str(c): len(describe(Plan(c))) for c in (Sign(), Uniform(8), TopK(0.01, values=Uniform(4)))}
-    assert sizes == {"sign()": 5, "uniform()": 5, "topk(fraction=0.01, values=uniform(bits=4))": 16}
+    assert sizes == {"sign()": 2, "uniform()": 2, "topk(fraction=0.01, values=uniform(bits=4))": 13}
 
 
 def test_a_hundred_tensors_cost_no_header_each() -> None:
@@ -63,7 +66,7 @@ def test_a_hundred_tensors_cost_no_header_each() -> None:
     rng = np.random.default_rng(0)
     new = {name: rng.standard_normal((10, 10)).astype(np.float32) for name in base}
     update = fedcomp.compress(base, new, Plan(Uniform(1, block=0)), round=1, rng=rng)
-    assert len(update.frame) <= 20 + 6 + 100 * 4 + 100 * 100 // 8 + 8
+    assert len(update.frame) <= HEAD + 3 + 100 * 4 + 100 * 100 // 8 + 8
 
 
 def test_positions_and_values_of_top_k_are_near_their_limit() -> None:
@@ -77,7 +80,7 @@ def test_positions_and_values_of_top_k_are_near_their_limit() -> None:
 
 
 def test_raw_floats_are_raw() -> None:
-    assert len(frame(Identity())) == 20 + 1 + 8 + 4 * 620 + 1 + 8 + 3
+    assert len(frame(Identity())) == HEAD + 1 + 8 + 4 * 620 + 1 + 8 + 3
 
 
 # --- what comes back -------------------------------------------------------------------------------------------------
@@ -124,23 +127,29 @@ def test_inspect_tells_what_a_frame_says() -> None:
     assert told["round"] == 7
     assert told["bytes"] == len(data) == told["header_bytes"] + 1 + told["plan_bytes"] + told["body_bytes"]
     assert told["plan"] == Plan(TopK(0.1, values=Uniform(4)), gentle_share=0).to_config()
-    assert told["layout"] == LAYOUT.digest.hex()
+    assert LAYOUT.digest.hex().startswith(told["layout"])
 
 
+@pytest.mark.parametrize("norm", [None, 0.0, 1.5, 2.0**127])
 @pytest.mark.parametrize("number", [None, 0, 300, 2**63 - 1])
 @pytest.mark.parametrize("bits", range(16))
-def test_every_combination_of_notes_travels(bits: int, number: int | None) -> None:
+def test_every_combination_of_notes_travels(bits: int, number: int | None, norm: float | None) -> None:
     predicted, reset, shortened, unkept = (bool(bits & 1 << bit) for bit in range(4))
-    notes = wire.Notes(predicted, reset, shortened, number, unkept)
+    notes = wire.Notes(predicted, reset, shortened, number, unkept, norm)
     layout = Layout.vector(3)
     part = Identity().encode(np.ones(3, np.float32), layout, np.random.default_rng(0))
     data = wire.pack(wire.Contents(Plan(Identity(), min_size=1), layout, 7, [part], {}, notes), layout)
-    assert data[3] == predicted * 2 + reset * 4 + shortened * 8 + (number is not None) * 16 + unkept * 32
+    assert (
+        data[3]
+        == predicted * 2 + reset * 4 + shortened * 8 + (number is not None) * 16 + unkept * 32 + (norm is not None) * 64
+    )
     assert wire.peek(data) == (7, notes)
     assert wire.unpack(data, layout).notes == notes
     told = wire.inspect(data)["notes"]
     assert told == {
-        key: value for key, value in vars(notes).items() if value is True or (key == "number" and number is not None)
+        key: value
+        for key, value in vars(notes).items()
+        if value is True or (key in ("number", "norm") and value is not None)
     }
 
 
@@ -157,16 +166,37 @@ def test_numbers_beyond_flowers_integers_are_refused() -> None:
     assert wire.peek(frame) is None
 
 
+@pytest.mark.parametrize("norm", [1e-300, 0.1, 1.2345e9, 1e300])
+def test_norms_travel_to_three_digits(norm: float) -> None:
+    """And those that float32 cannot hold as the nearest it can."""
+    layout = Layout.vector(3)
+    part = Identity().encode(np.ones(3, np.float32), layout, np.random.default_rng(0))
+    contents = wire.Contents(Plan(Identity(), min_size=1), layout, 7, [part], {}, wire.Notes(norm=norm))
+    data = wire.pack(contents, layout)
+    back = wire.unpack(data, layout).notes.norm
+    assert back == wire.Notes.rounded(norm)
+    assert back == pytest.approx(np.clip(norm, 0, 3.4e38), rel=4e-3, abs=1e-40)
+    for bad in (0x7F80, 0xFFFF, 0x8000):
+        with pytest.raises(FrameError, match="norm that is negative or not finite"):
+            wire.unpack(sealed(data[:HEAD] + bad.to_bytes(2, "little") + data[HEAD + 2 :]), layout)
+
+
+def test_rounds_are_below_2_to_the_32() -> None:
+    data = frame(Sign())
+    refused(sealed(data[: HEAD - 1] + b"\x80\x80\x80\x80\x10" + data[HEAD:]), "round 4294967296")
+    refused(sealed(data[: HEAD - 1] + b"\x87\0" + data[HEAD:]), "varint")
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
 def test_a01_other_magic_version_and_flags() -> None:
     data = bytearray(frame(Sign()))
     refused(b"PK" + bytes(data[2:]), "not a fedcomp frame: starts with 504b, expected fc9d")
-    data[2] = 2
-    refused(sealed(data), "frame of version 2, this fedcomp reads version 1")
-    for flags in (0x40, 0x80):
-        data[2], data[3] = 1, flags
+    data[2] = 3
+    refused(sealed(data), "frame of version 3, this fedcomp reads versions 1, 2")
+    for version, flags in ((1, 0x40), (1, 0x80), (2, 0x80)):
+        data[2], data[3] = version, flags
         refused(sealed(data), f"unknown flags {flags:#x}")
 
 
@@ -182,7 +212,7 @@ def test_a02_another_model_round_or_plan() -> None:
 def test_a03_codec_names_and_numbers_from_outside() -> None:
     """c36: nothing is imported or evaluated, depth and length are limited."""
     data = frame(Sign())
-    head, body = data[:20], data[25:]
+    head, body = data[:HEAD], data[HEAD + 5 :]
     for plan in (b"\xff\0\x10\0", b"\0\0\x10\0", b"", b"\3", b"\3\1\0\x10\0", b"\2\1\x07\x10\0", b"\3\0\x10\x01"):
         refused(sealed(head + bytes([len(plan)]) + plan + body), "descriptor|varint")
     nested = b"\4\2\2\1\x25" * 10_000 + b"\3\0\x10\0"
@@ -221,7 +251,7 @@ def test_a06_verbatim_floats_booleans_and_bombs() -> None:
     base = {"s": np.zeros(3, np.float32), "on": np.zeros(2, np.bool_)}
     update = fedcomp.compress(base, base, Plan(Sign()), round=1, rng=np.random.default_rng())
     data = update.frame
-    head = data[: 21 + data[20]]
+    head = data[: HEAD + 1 + data[HEAD]]
     nan = b"\0" + np.array([0, np.nan, 0], "<f4").tobytes() + b"\0\1"
     with pytest.raises(FrameError, match="'s': expected finite values"):
         fedcomp.decompress(sealed(head + nan), base)
@@ -243,7 +273,7 @@ def test_a07_a_codebook_that_does_not_fit() -> None:
     base = {"w": np.zeros((30, 20), np.float32)}
     plan = Plan(VectorQuantizer(dim=2, size=16))
     data = fedcomp.compress(base, x, plan, round=1, rng=fedcomp.generator(0, 0, 0)).frame
-    at = 21 + data[20]
+    at = HEAD + 1 + data[HEAD]
     assert data[at] == 16
     for size in (17, 200, 15, 1):
         with pytest.raises(FrameError):
@@ -271,7 +301,7 @@ def test_a09_random_edits_with_a_right_checksum(codec: fedcomp.Codec) -> None:
         for _ in range(100):
             edited = bytearray(data)
             for _ in range(random.integers(1, 4)):
-                place = int(random.integers(20, len(edited)))
+                place = int(random.integers(HEAD, len(edited)))
                 match random.integers(3):
                     case 0:
                         edited[place] = random.integers(256)
@@ -279,7 +309,7 @@ def test_a09_random_edits_with_a_right_checksum(codec: fedcomp.Codec) -> None:
                         del edited[place : place + int(random.integers(1, 9))]
                     case 2:
                         edited[place:place] = random.bytes(int(random.integers(1, 9)))
-                if len(edited) <= 21:
+                if len(edited) <= HEAD + 1:
                     break
             started = time.perf_counter()
             try:
@@ -302,6 +332,8 @@ def test_a10_random_bytes(data: bytes) -> None:
         fedcomp.decompress(data, BASE)
     with pytest.raises(FrameError):
         fedcomp.decompress(sealed(wire.MAGIC + b"\1\0" + bytes(4) + LAYOUT.digest + bytes(4) + data), BASE)
+    with pytest.raises(FrameError):
+        fedcomp.decompress(sealed(wire.MAGIC + b"\2\0" + bytes(4) + LAYOUT.digest[:4] + b"\0" + data), BASE)
 
 
 @settings(max_examples=500, deadline=None)
@@ -327,15 +359,15 @@ def test_a13_plans_with_very_many_rules() -> None:
         Plan(Sign(), (Rule("x", None),) * 1001)
     with pytest.raises(fedcomp.ConfigError, match="at most 1000 bytes"):
         Rule("x" * 1001, None)
-    plan = describe(Plan(Sign()))[:-1] + b"\xa0\x8d\x06" + b"\1a\0" * 100_000
-    refused(sealed(frame(Sign())[:20] + sized(plan)), "100000 rules, at most 1000")
-    refused(sealed(frame(Sign())[:20] + sized(plan)), "another plan", plan=Plan(Sign()))
+    plan = describe(Plan(Sign()), whole=True)[:-1] + b"\xa0\x8d\x06" + b"\1a\0" * 100_000
+    refused(sealed(frame(Sign())[:HEAD] + sized(plan)), "100000 rules, at most 1000")
+    refused(sealed(frame(Sign())[:HEAD] + sized(plan)), "another plan", plan=Plan(Sign()))
 
 
 def test_a12_dtype_tables_that_do_not_add_up() -> None:
     base = {name: values.astype(np.float64) for name, values in BASE.items()}
     data = fedcomp.compress(base, model(), Plan(Sign()), round=1, rng=np.random.default_rng(0)).frame
-    at = 21 + data[20]
+    at = HEAD + 1 + data[HEAD]
     assert data[at : at + 2] == b"\0\2"  # two float32 tensors
     for run in (b"\0\0", b"\0\5", b"\x0c\2", b"\xff\2"):
         with pytest.raises(FrameError, match="dtype table"):
@@ -345,6 +377,6 @@ def test_a12_dtype_tables_that_do_not_add_up() -> None:
 def test_every_truncation_is_refused_even_with_a_right_checksum() -> None:
     for codec in (Identity(), Uniform(4), Sign(), TopK(0.1), VectorQuantizer(dim=2, size=8)):
         data = frame(codec)
-        for length in range(20, len(data)):
+        for length in range(HEAD, len(data)):
             refused(sealed(data[:length]), None)
         refused(sealed(data + b"\0"), "1 bytes too many")

@@ -30,6 +30,7 @@ from fedcomp.codec import Columns, ContractiveCodec, Count, Parts, Schema, Symbo
 from fedcomp.codecs.ecsq import CLASSES, Cells, check_step_or_bits, levels, round_down
 from fedcomp.codecs.factored import MAX_RANK
 from fedcomp.codecs.lowrank import from_matrix, product, sides, to_matrix, truncated_svd
+from fedcomp.entropy.bits import LARGEST_HALF, read_half, write_half
 from fedcomp.entropy.columns import TOP, Tally
 from fedcomp.layout import Layout, Tensor, Vector
 from fedcomp.terms import MAX, Levels, Term, Values, peak
@@ -52,7 +53,6 @@ _NEAR_ENOUGH = 0.02  # octaves that the bits may stay below those to aim at
 _CLOSE = 1 / 24  # octaves between two steps that end the search: bits jump where a tensor changes its way
 _SETTLED = 4  # so many tries choose rho, then it stays, lest the bits jump with it
 _GUESS = 4.0  # octaves of bits that the ends of the search are thought to be off, until they have been tried
-_LARGEST = 0x7F7F  # upper half of the largest float32
 
 
 @register
@@ -105,7 +105,7 @@ class LRQ(ContractiveCodec):
         return encoder.parts(chosen)
 
     def schema(self, layout: Layout) -> Schema:
-        if not int((yield Count("step", _LARGEST))):
+        if not int((yield Count("step", LARGEST_HALF))):
             return
         places = _places(layout, self.rank)
         modes = (yield Symbols("modes", len(places), self.rank + 2)).tolist()
@@ -119,7 +119,7 @@ class LRQ(ContractiveCodec):
         yield Columns("columns", tuple(shape for shape, _ in matrices), tuple(kind for _, kind in matrices))
 
     def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
-        step = _read_step(int(parts["step"]))
+        step = read_half(int(parts["step"]))
         if not step:
             return
         table = levels(step, parts) if "q" in parts else np.zeros(0, np.float32)
@@ -216,16 +216,6 @@ def _lengths(columns: NDArray[Any]) -> NDArray[np.float64]:
     squares = np.square(columns, dtype=np.float64).sum(axis=1)  # exact, so the same on every machine
     lengths: NDArray[np.float64] = np.sqrt(np.maximum(squares, 1))
     return lengths
-
-
-def _write_step(step: float, exponent: int) -> int:
-    """step 2^exponent as the upper half of a float32, to the nearest."""
-    bits = np.array([min(float(np.ldexp(step, exponent)), MAX)], np.float32).view(np.uint32)
-    return min(int(bits[0]) + 0x8000 >> 16, _LARGEST)
-
-
-def _read_step(written: int) -> float:
-    return float(np.array([written << 16], np.uint32).view(np.float32)[0])
 
 
 # --- the encoder's choices -------------------------------------------------------------------------------------------
@@ -372,18 +362,18 @@ class _Encoder:
 
     def at(self, step: float) -> _Attempt:
         """At a given step, twice: the second time knowing what columns cost."""
-        written = _write_step(step, self.exponent)
+        written = self._written(step)
         return self._attempt(written, self._attempt(written, Tally.none(), self.rho).tally, self.rho)
 
     def near(self, bits: float, least: float) -> _Attempt:
         """At the step that needs about so many bits, by false position: of all within, the least error."""
         low, high = np.log2(least), np.log2(max(peak(source.strong) for source in self.sources) + 1) + 1
-        best = last = self._attempt(_write_step(2.0**high, self.exponent), Tally.none(), self.rho)
+        best = last = self._attempt(self._written(2.0**high), Tally.none(), self.rho)
         excess, lack = _GUESS, -_GUESS  # octaves of bits too many at the low end, too few at the high end
         for index in range(_TRIES):
             middle = low + np.clip(excess / (excess - lack), 0.1, 0.9) * (high - low)
             rho = last.rho if index >= _SETTLED else self.rho
-            last = self._attempt(_write_step(2.0**middle, self.exponent), last.tally, rho)
+            last = self._attempt(self._written(2.0**middle), last.tally, rho)
             off = np.log2(max(last.bits, 1e-3) / bits)
             if off > 0:
                 low, excess = middle, off
@@ -410,8 +400,11 @@ class _Encoder:
         bits = tally.bits() + sum(way.bits for way in ways)
         return _Attempt(written, rho, ways, tally, bits, sum(way.error for way in ways))
 
+    def _written(self, step: float) -> int:
+        return write_half(float(np.ldexp(step, self.exponent)))
+
     def _scaled(self, written: int) -> float:
-        return float(np.ldexp(_read_step(written), -self.exponent))
+        return float(np.ldexp(read_half(written), -self.exponent))
 
     def parts(self, chosen: _Attempt) -> Parts:
         """What is sent."""

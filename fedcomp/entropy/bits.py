@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, FrameError
 
+LARGEST_HALF = 0x7F7F
+"""Upper half of the largest float32."""
+
 _POWERS = np.left_shift(np.int64(1), np.arange(62, dtype=np.int64))
 _MAX_VARINT = 10  # bytes: enough for 64 bits
 # Even fields of 8, 16 and 32 bits in a 64-bit word.
@@ -213,3 +216,14 @@ class BitReader:
 def _span(widths: NDArray[np.int64]) -> int:
     """Most bytes that a field of these widths can touch."""
     return (int(widths.max(initial=0)) + 14) // 8
+
+
+def write_half(value: float) -> int:
+    """A number from 0 on as the upper half of a float32, to the nearest; what is larger counts as the largest."""
+    bits = np.array([min(value, float(np.finfo(np.float32).max))], np.float32).view(np.uint32)
+    return min(int(bits[0]) + 0x8000 >> 16, LARGEST_HALF)
+
+
+def read_half(written: int) -> float:
+    """Inverse of write_half."""
+    return float(np.array([written << 16], np.uint32).view(np.float32)[0])
