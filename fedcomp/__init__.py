@@ -1,12 +1,15 @@
 """fedcomp: compressed uploads for federated learning. This package is the core: numpy and the standard library only."""
 
+from fedcomp.budget import Budget
 from fedcomp.codec import Codec, from_config, parse_codec, register, registered, to_config
 from fedcomp.codecs import (
     E8,
     ECSQ,
     EDEN,
+    LRQ,
     QSGD,
     STC,
+    Auto,
     BlockTopK,
     Codebook,
     CountSketch,
@@ -28,7 +31,7 @@ from fedcomp.codecs import (
     VectorQuantizer,
 )
 from fedcomp.compressor import CompressedUpdate, compress, decompress, generator
-from fedcomp.errors import ConfigError, FedcompError, FrameError, LayoutError, NonFiniteError
+from fedcomp.errors import BudgetError, ConfigError, FedcompError, FrameError, LayoutError, NonFiniteError
 from fedcomp.feedback import (
     DGC,
     EF21,
@@ -49,7 +52,8 @@ from fedcomp.schedule import Schedule
 __version__ = "0.1.0"
 
 __all__ = [
-    "DGC", "E8", "ECSQ", "EDEN", "EF21", "QSGD", "STC", "BlockTopK", "CAFe", "Codebook", "Codec",
+    "DGC", "E8", "ECSQ", "EDEN", "EF21", "LRQ", "QSGD", "STC", "Auto", "BlockTopK", "Budget",
+    "BudgetError", "CAFe", "Codebook", "Codec",
     "CompressedUpdate", "ConfigError", "CountSketch", "ErrorFeedback", "FedcompError", "Feedback", "FetchSGD",
     "FrameError", "Identity", "Layout", "LayoutError", "LloydMax", "LogQuantizer", "LowRank", "Memory", "Monitor",
     "NoFeedback", "NoisySign", "NonFiniteError", "Plan", "PowerSGD", "RandomK", "ResidualVQ", "Rule", "Schedule",

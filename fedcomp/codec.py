@@ -132,6 +132,21 @@ def take_below(prefix: str, parts: Parts) -> Parts:
 # --- the codec -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Upload:
+    """What is known of the upload that a codec with a budget codes for.
+
+    Attributes:
+        room: bytes that its parts may take.
+        weight: of the client in the mean.
+        dither: seed that all clients of a round share, and this one's place among them, in [0, 1); None: not known.
+    """
+
+    room: int
+    weight: float = 1.0
+    dither: tuple[int, float] | None = None
+
+
 class Codec(ABC):
     """Turns a vector into parts and back. Subclasses are frozen dataclasses decorated with ``@register``."""
 
@@ -173,6 +188,23 @@ class Codec(ABC):
     def gentle(self) -> "Codec | None":
         """Codec for the few smallest tensors of a model, where this one would starve them. Default: none, itself."""
         return None
+
+    def limit(self, parameters: int) -> int | None:
+        """Most bytes that a frame may take, for a model of so many parameters. Default: None, no limit.
+
+        A codec with a limit is asked for its parts last, when the room that is left is known, see `for_upload`.
+        """
+        del parameters
+        return None
+
+    def least(self, layout: Layout) -> Parts:
+        """Of a codec with a limit: parts of the least bytes that it can do with."""
+        raise NotImplementedError(f"codec {self.name} has no limit")
+
+    def for_upload(self, upload: Upload) -> "Codec":
+        """Of a codec with a limit: the codec for one upload. Its parts fit this one's schema."""
+        del upload
+        return self
 
     def adapt(self, update: Vector, layout: Layout, rng: np.random.Generator) -> "Codec":
         """The codec a server should ask for next, having seen the last mean update (layout.size,). Default: itself."""

@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import _validate, wire
-from fedcomp.codec import Codec, Parts
-from fedcomp.errors import LayoutError, UnboundedError
+from fedcomp.codec import Codec, Parts, Upload
+from fedcomp.errors import BudgetError, ConfigError, LayoutError, UnboundedError
 from fedcomp.feedback import EMPTY, Feedback, Memory, NoFeedback
 from fedcomp.layout import Arrays, Layout, Tensor, Vector, check_finite, check_same_tensors
 from fedcomp.metrics import length
@@ -61,6 +61,8 @@ def compress(
     predictor: Mapping[str, Vector] | None = None,
     number: int | None = None,
     unkept: bool = False,
+    weight: float = 1.0,
+    dither: tuple[int, float] | None = None,
 ) -> CompressedUpdate:
     """Compress the update new - base of a model.
 
@@ -76,9 +78,12 @@ def compress(
         predictor: of CAFe, as the server sent it, by tensor name: every coded tensor's float32 array.
         number: introduces the client to the server.
         unkept: tells the server that the model it sent could not be kept here.
+        weight: of this client in the mean, for codecs that share bytes out by it.
+        dither: for stochastic rounding, see Upload.
 
     Raises LayoutError if names, shapes or dtypes do not fit, NonFiniteError (naming the tensor) for NaN or infinity,
-    ConfigError for a feedback with a codec that it cannot go around. Then nothing has changed.
+    ConfigError for a feedback with a codec that it cannot go around, BudgetError for a budget that is too small. Then
+    nothing has changed.
     """
     _validate.integer(low=0, high=2**32 - 1, round=round)
     plan = as_plan(plan)
@@ -90,25 +95,78 @@ def compress(
         if values.dtype.kind == "f":
             check_finite(name, values)
     before, reset = _still_good(memory, feedback, round)
-    parts: list[Parts] = []
+    notes = wire.Notes(predictor is not None, reset, False, number, unkept)
+    contents = wire.Contents(plan, layout, round, [], verbatim, notes)
+    buckets = plan.buckets(layout)
+    coded: dict[int, Parts] = {}
     after: dict[str, dict[str, Vector]] = {slot: {} for slot in feedback.slots}
     norm = 0.0
-    for bucket in plan.buckets(layout):
+    for index in sorted(range(len(buckets)), key=lambda i: buckets[i].codec.limit(layout.size) is not None):
+        bucket = buckets[index]
         x = _update(base, new, bucket)
         norm = math.hypot(norm, length([x]))
         slots = {slot: before.flat(slot, bucket.layout) for slot in feedback.slots}
         if predictor is not None:
             slots["predictor"] = _flat(predictor, bucket.layout)
-        coded, left = feedback.encode(bucket.codec, x, bucket.layout, slots, rng, age=max(1, round - before.round))
-        parts.append(coded)
+        codec = _for_upload(contents, coded, index, Layout.of(base), weight, dither)
+        coded[index], left = feedback.encode(codec, x, bucket.layout, slots, rng, age=max(1, round - before.round))
         for slot, values in left.items():
             after[slot] |= bucket.layout.unflatten(values)
     shortened = feedback.limit(after, norm)
     for slot, kept in after.items():
         kept |= _carried(before, slot, plan.verbatim(layout))
-    notes = wire.Notes(predictor is not None, reset, shortened, number, unkept)
-    frame = wire.pack(wire.Contents(plan, layout, round, parts, verbatim, notes), Layout.of(base))
-    return CompressedUpdate(frame, Memory(round, after), norm, notes)
+    notes = replace(notes, shortened=shortened)
+    contents = replace(contents, parts=[coded[index] for index in range(len(buckets))], notes=notes)
+    return CompressedUpdate(wire.pack(contents, Layout.of(base)), Memory(round, after), norm, notes)
+
+
+def smallest_frame(plan: Plan, layout: Layout) -> int:
+    """Bytes that a frame takes at most, if the codec with a budget takes as few as it can.
+
+    Verbatim tensors count uncompressed, notes on feedback do not count. 0 for a plan without a budget.
+    """
+    buckets = plan.buckets(layout)
+    if all(bucket.codec.limit(layout.size) is None for bucket in buckets):
+        return 0
+    rng = np.random.default_rng(0)
+    parts = [
+        b.codec.encode(np.zeros(b.layout.size, np.float32), b.layout, rng)
+        if b.codec.limit(layout.size) is None
+        else b.codec.least(b.layout)
+        for b in buckets
+    ]
+    verbatim = {t.name: np.zeros(t.shape, t.dtype) for t in plan.verbatim(layout)}
+    return len(wire.pack(wire.Contents(plan, layout, 2**14, parts, verbatim), layout, deflate=False))
+
+
+def _for_upload(
+    contents: wire.Contents,
+    coded: Mapping[int, Parts],
+    index: int,
+    base: Layout,
+    weight: float,
+    dither: tuple[int, float] | None,
+) -> Codec:
+    """The codec of a bucket; if it has a budget, which comes last, it is told the room that the others leave.
+
+    Raises BudgetError if that is not enough.
+    """
+    buckets = contents.plan.buckets(contents.layout)
+    codec, layout = buckets[index].codec, buckets[index].layout
+    limit = codec.limit(contents.layout.size)
+    if limit is None:
+        return codec
+    if len(coded) < len(buckets) - 1:
+        raise ConfigError("plan: expected one codec with a budget, got several; a budget is for the whole upload")
+    parts = [coded.get(other, codec.least(layout)) for other in range(len(buckets))]
+    whole = len(wire.pack(replace(contents, parts=parts), base))
+    if whole > limit:
+        raise BudgetError(
+            f"budget of {limit} bytes: the smallest upload for this model takes {whole}; raise the budget, or send "
+            "fewer tensors verbatim"
+        )
+    least = len(wire.write_parts(parts[index], buckets[index]))
+    return codec.for_upload(Upload(limit - whole + least, weight, dither))
 
 
 def _still_good(memory: Memory | None, feedback: Feedback, round: int) -> tuple[Memory, bool]:

@@ -2,6 +2,7 @@
 
     FedcompError (ValueError)
     ├── ConfigError        a codec, plan or experiment is described wrongly
+    │   └── BudgetError          a budget that the smallest frame does not fit in
     ├── LayoutError        tensors do not fit the model: name, shape or dtype
     ├── NonFiniteError     NaN or infinity where a number is needed
     └── FrameError         bytes that are no valid frame for this model
@@ -43,3 +44,7 @@ class UnboundedError(FrameError, NonFiniteError):
 
 class StaleModelError(FrameError):
     """A package changes a model that this client does not hold; the server must send the whole model."""
+
+
+class BudgetError(ConfigError):
+    """A budget is too small for the model: the message tells the smallest that works."""

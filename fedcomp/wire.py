@@ -98,8 +98,10 @@ class Contents:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def pack(contents: Contents, base: Layout) -> bytes:
+def pack(contents: Contents, base: Layout, *, deflate: bool = True) -> bytes:
     """The frame of an update to a model with layout `base` (the same tensors, perhaps of other dtypes).
+
+    Without `deflate` verbatim tensors are not compressed.
 
     Raises LayoutError if the parts do not fit their codec's schema.
     """
@@ -109,7 +111,7 @@ def pack(contents: Contents, base: Layout) -> bytes:
         flags, body = flags | _OTHER_DTYPES, body + _write_dtypes(contents.layout)
     for bucket, parts in zip(contents.plan.buckets(contents.layout), contents.parts, strict=True):
         body += write_parts(parts, bucket)
-    body += _write_verbatim(contents)
+    body += _write_verbatim(contents, deflate)
     head = HEADER.pack(MAGIC, VERSION, flags, 0, base.digest)
     crc = zlib.crc32(body, zlib.crc32(head[_CRC_AT.stop :], zlib.crc32(head[: _CRC_AT.start])))
     return HEADER.pack(MAGIC, VERSION, flags, crc, base.digest) + body
@@ -181,13 +183,13 @@ def _write_planes(words: NDArray[np.uint16]) -> bytes:
     return encode_symbols((words >> 8).astype(np.uint8), 256) + encode_symbols(words.astype(np.uint8), 256)
 
 
-def _write_verbatim(contents: Contents) -> bytes:
+def _write_verbatim(contents: Contents, deflate: bool) -> bytes:
     tensors = contents.plan.verbatim(contents.layout)
     if not tensors:
         return b""
     arrays = [contents.verbatim[t.name] for t in tensors]
     raw = b"".join(a.astype(a.dtype.newbyteorder("<"), copy=False).tobytes() for a in arrays)
-    small = zlib.compress(raw, 9)
+    small = zlib.compress(raw, 9) if deflate else raw
     return b"\1" + sized(small) if len(small) + 2 < len(raw) else b"\0" + raw
 
 

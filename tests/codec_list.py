@@ -5,7 +5,7 @@ import families_scalar
 import families_sparse
 import numpy as np
 
-from fedcomp import Codebook, Codec, Identity, Sign, TopK, Uniform, VectorQuantizer
+from fedcomp import EDEN, Auto, Codebook, Codec, Identity, Sign, TopK, Uniform, VectorQuantizer
 from fedcomp.codecs.lrq import LRQ
 
 _VECTORS = np.random.default_rng(5).standard_normal((15, 4), np.float32)
@@ -18,6 +18,13 @@ CODECS: list[Codec] = [
     LRQ(step=0.3, rank=3),
     LRQ(step=1e-3, rank=1, rho=0.5),
     LRQ(bits=12, rank=64, rho=0.2),
+    Auto("20 kB"),
+    Auto("200 B"),
+    Auto("1 kB", step=0.2),
+    Auto("4 kB", unbiased=True),
+    Auto("100 B", unbiased=True),
+    Auto("300 B", unbiased=True, step=3.0),
+    EDEN(0.4, compact=True),
     Identity(),
     Identity("float16"),
     Uniform(8),

@@ -57,10 +57,17 @@ PLANS: dict[str, dict[str, Any]] = {
     "ecsq": {"codec": {"codec": "ecsq", "bits": 1.0}},
     "ecsq-stochastic": {"codec": {"codec": "ecsq", "step": 0.5, "rounding": "stochastic"}},
     "trellis": {"codec": {"codec": "trellis", "bits": 1.0}},
+    "auto": {"codec": {"codec": "auto", "budget": "800 B"}},
+    "auto-factors": {"codec": {"codec": "auto", "budget": "900 B"}},
+    "auto-eden": {"codec": {"codec": "auto", "budget": "260 B", "unbiased": True}},
+    "auto-stochastic": {"codec": {"codec": "auto", "budget": "2 kB", "unbiased": True}},
+    "auto-raw": {"codec": {"codec": "auto", "budget": "20 kB"}},
+    "eden-compact": {"codec": {"codec": "eden", "bits": 0.5, "compact": True}},
 }
 
 PLATFORM_BOUND = {
-    "vq", "rvq", "eden", "e8", "lowrank", "lrq", "powersgd", "tensortrain", "lloydmax", "log", "ecsq", "trellis",
+    "auto", "vq", "rvq", "eden", "e8", "lowrank", "lrq", "powersgd", "tensortrain", "lloydmax", "log", "ecsq",
+    "trellis",
 }  # fmt: skip
 PLATFORM_FREE = [name for name, plan in PLANS.items() if plan["codec"]["codec"] not in PLATFORM_BOUND]
 """Those whose encoder hangs on no matrix product, logarithm or near-tie of a machine's own."""
@@ -94,7 +101,7 @@ def factored_example() -> tuple[dict[str, Any], dict[str, Any]]:
     return base, new
 
 
-EXAMPLES = {"lrq-factors": factored_example}
+EXAMPLES = {"lrq-factors": factored_example, "auto-factors": factored_example}
 
 
 def write(name: str) -> None:

@@ -1,5 +1,6 @@
 """The codecs, one idea a file. Importing this package registers them all."""
 
+from fedcomp.codecs.auto import Auto
 from fedcomp.codecs.blocktopk import BlockTopK
 from fedcomp.codecs.e8 import E8
 from fedcomp.codecs.ecsq import ECSQ
@@ -25,7 +26,7 @@ from fedcomp.codecs.uniform import Uniform
 from fedcomp.codecs.vq import Codebook, VectorQuantizer
 
 __all__ = [
-    "E8", "ECSQ", "EDEN", "LRQ", "QSGD", "STC", "BlockTopK", "Codebook", "CountSketch", "Identity", "LloydMax",
+    "E8", "ECSQ", "EDEN", "LRQ", "QSGD", "STC", "Auto", "BlockTopK", "Codebook", "CountSketch", "Identity", "LloydMax",
     "LogQuantizer", "LowRank", "NoisySign", "PowerSGD", "RandomK", "ResidualVQ", "Sign", "TensorTrain", "TernGrad",
     "Threshold", "TopK", "Trellis", "Uniform", "VectorQuantizer",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ With stochastic rounding, q = floor(x/step + u) and x' = q step, the codec is ex
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,8 +85,7 @@ class ECSQ(Codec):
         ratio = peak / float(step) if peak else 0.0
         parts: Parts = {"step": np.array([step])}
         if self.rounding == "stochastic":
-            top = min(int(ratio) + 1, TOP) if peak else 0
-            return {**parts, "top": np.array(top), "q": _round_at_random(x, step, top, rng)}
+            return stochastic(x, step, peak, rng)
         top = int(min(ratio + rho, TOP))
         q, offsets = round_down(x, step, rho, top)
         return {**parts, "top": np.array(top), "offsets": offsets, "q": q}
@@ -97,14 +96,14 @@ class ECSQ(Codec):
         least = max(peak / (TOP - 1) if stochastic else peak * 2.0**-60, LEAST)
         given = self.step * root_mean_square(x)
         if self.step and (self.rho or stochastic):
-            return _float32_up(max(given, least)), self.rho
+            return float32_up(max(given, least)), self.rho
         cells = Cells.of(x)
         rho = self.rho or _RHO
         step = max(given if self.step else cells.step_for(self.bits, rho, stochastic), least)
         if not self.rho and not stochastic:
             rho = cells.best_rho(step)
             step = step if self.step else max(cells.step_for(self.bits, rho, stochastic), least)
-        return _float32_up(step), rho
+        return float32_up(step), rho
 
     def schema(self, layout: Layout) -> Schema:
         yield Floats("step", 1, low=0.0)
@@ -137,7 +136,7 @@ def check_step_or_bits(name: str, step: float, bits: float) -> None:
         _validate.number(low=0, high=12, above=True, bits=bits)
 
 
-def _float32_up(step: float) -> np.float32:
+def float32_up(step: float) -> np.float32:
     """The step as float32, rounded up."""
     rounded = np.float32(min(step, MAX))
     return np.nextafter(rounded, np.float32(np.inf)) if rounded < min(step, MAX) else rounded
@@ -161,7 +160,20 @@ def read_offsets(written: NDArray[Any]) -> NDArray[np.float64]:
     return (written.astype(np.float64) - 128) / 128
 
 
-def _round_at_random(x: Vector, step: np.float32, top: int, rng: np.random.Generator) -> NDArray[Any]:
+class Uniforms(Protocol):
+    """A source of random numbers, as numpy's Generator is one."""
+
+    def random(self, size: tuple[int, ...], dtype: type[np.float32]) -> Vector:
+        """Numbers in [0, 1) of that shape."""
+
+
+def stochastic(x: Vector, step: np.float32, peak: float, rng: Uniforms) -> Parts:
+    """Parts of stochastic rounding at an absolute step; `peak` is the largest magnitude in x."""
+    top = min(int(peak / float(step)) + 1, TOP) if peak else 0
+    return {"step": np.array([step]), "top": np.array(top), "q": _round_at_random(x, step, top, rng)}
+
+
+def _round_at_random(x: Vector, step: np.float32, top: int, rng: Uniforms) -> NDArray[Any]:
     q = np.zeros(x.size, symbol_dtype(2 * top + 1))
     if top == 0:
         return q

@@ -27,12 +27,14 @@ from numpy.typing import NDArray
 from fedcomp import _validate, seeded
 from fedcomp.codec import Codec, Count, Floats, Parts, Schema, Symbols, register
 from fedcomp.codecs import hadamard, normal
+from fedcomp.entropy.bits import LARGEST_HALF, read_half
 from fedcomp.layout import Layout, Vector
 from fedcomp.terms import Term, Values
 
 _MAX = np.finfo(np.float32).max
 _TINY = float(np.finfo(np.float32).tiny)
 _LONGEST = 1 << 17  # values in a piece: half a megabyte stays in the second-level cache
+_SEEDS = 1 << 14  # of a compact frame
 _FEWEST = 16  # rotated values that get a bit, however low the rate: with one or two, 1 / <y, c> has no variance
 
 
@@ -46,6 +48,8 @@ class EDEN(Codec):
             back up to 9 % where there are more than two levels.
         scale: "unbiased", or "mse" for the least error: contractive, for error feedback.
         rounds: 1, or 2 rotations in a row for vectors in which a few values dominate; twice the time.
+        compact: seed and scales in 2 bytes each instead of 4 to 5, for uploads of few bytes. There are 16,384 rotations
+            then, and scales are rounded, at random and without bias, to three digits.
 
     Rotated values near a decision level depend on the last bits of the norm, so encoding may differ between platforms;
     decoding does not.
@@ -65,9 +69,11 @@ class EDEN(Codec):
     bits: float = 1.0
     scale: str = "unbiased"
     rounds: int = 1
+    compact: bool = False
 
     def __post_init__(self) -> None:
         _validate.number(low=0, high=8, above=True, bits=self.bits)
+        _validate.flag(compact=self.compact)
         _validate.one_of(choices=("unbiased", "mse"), scale=self.scale)
         _validate.integer(low=1, high=2, rounds=self.rounds)
 
@@ -95,7 +101,7 @@ class EDEN(Codec):
         return min(n, max(_FEWEST, round((self.bits - self._low) * n)))
 
     def _encode(self, x: Vector, layout: Layout, rng: np.random.Generator) -> Parts:
-        seed = seeded.draw_seed(rng)
+        seed = np.array(rng.integers(_SEEDS)) if self.compact else seeded.draw_seed(rng)
         source, pieces = seeded.philox(int(seed)), self._split(layout.size)
         scale = np.zeros(len(pieces), np.float32)
         symbols: dict[str, list[NDArray[np.uint8]]] = {"coarse": [], "fine": []}
@@ -109,6 +115,12 @@ class EDEN(Codec):
                 symbols[group.name].append(q)
             scale[index] = self._scale(rms, y, c)
         joined = {name: np.concatenate([np.zeros(0, np.uint8), *found]) for name, found in symbols.items()}
+        if self.compact:
+            return {
+                "seed": seed,
+                **{f"scale.{i}": half for i, half in enumerate(_round_at_random(scale, rng))},
+                **joined,
+            }
         return {"seed": seed, "scale": scale, **joined}
 
     def _scale(self, rms: float, y: Vector, c: Vector) -> float:
@@ -122,15 +134,19 @@ class EDEN(Codec):
     def schema(self, layout: Layout) -> Schema:
         pieces = self._split(layout.size)
         fine = sum(self._fine(piece.n) for piece in pieces)
-        yield Count("seed", seeded.SEED_LIMIT)
-        yield Floats("scale", len(pieces), low=0.0)
+        yield Count("seed", _SEEDS - 1 if self.compact else seeded.SEED_LIMIT)
+        if self.compact:
+            for index in range(len(pieces)):
+                yield Count(f"scale.{index}", LARGEST_HALF)
+        else:
+            yield Floats("scale", len(pieces), low=0.0)
         yield Symbols("coarse", sum(piece.n for piece in pieces) - fine, 1 << self._low)  # no bits, no bytes
         yield Symbols("fine", fine, 2 << self._low)
 
     def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         source = seeded.philox(int(parts["seed"]))
         at = {"coarse": 0, "fine": 0}
-        for piece, scale in zip(self._split(layout.size), parts["scale"], strict=True):
+        for piece, scale in zip(self._split(layout.size), self.scales(parts, layout), strict=True):
             rotation = self._rotation(source, piece.n)
             c = np.empty(piece.n, np.float32)
             for group in rotation.groups:
@@ -141,6 +157,29 @@ class EDEN(Codec):
             with np.errstate(over="ignore"):  # of values near float32's limit, clipped at once
                 values *= scale
             yield Values(piece.where, np.clip(values, -_MAX, _MAX, out=values))
+
+    def captured(self, n: int) -> float:
+        """The share of the energy of n rotated values that their levels keep, on average: 1 - D."""
+        fine = self._fine(n) / n
+        return fine * normal.captured(self._low + 1) + (1 - fine) * normal.captured(self._low)
+
+    def sizes(self, size: int) -> tuple[int, int, int]:
+        """Of a vector of so many values: the number of pieces, and the bits of the coarse and of the fine symbols."""
+        pieces = self._split(size)
+        fine = sum(self._fine(piece.n) for piece in pieces)
+        return len(pieces), (sum(piece.n for piece in pieces) - fine) * self._low, fine * (self._low + 1)
+
+    def norm(self, parts: Parts, layout: Layout) -> float:
+        """About the length of the vector that was coded without bias, from the scales in its parts."""
+        pieces = zip(self._split(layout.size), self.scales(parts, layout), strict=True)
+        return math.hypot(*(float(scale) * self.captured(piece.n) * math.sqrt(piece.n) for piece, scale in pieces))
+
+    def scales(self, parts: Parts, layout: Layout) -> list[np.float32]:
+        """S of each piece."""
+        if not self.compact:
+            return list(parts["scale"])
+        count = len(self._split(layout.size))
+        return [np.float32(read_half(int(parts[f"scale.{index}"]))) for index in range(count)]
 
     def _rotation(self, source: np.random.Philox, n: int) -> "_Rotation":
         signs = [seeded.flips(source, n) for _ in range(self.rounds)]
@@ -193,6 +232,13 @@ class _Rotation:
             y *= np.float32(y.size**-0.5)
             y = seeded.flip(y, signs)
         return y
+
+
+def _round_at_random(scale: Vector, rng: np.random.Generator) -> list[NDArray[np.int64]]:
+    """The upper halves of these numbers from 0 on, up or down so that each is right on average."""
+    bits = scale.view(np.uint32).astype(np.int64)
+    halves = np.minimum(bits + rng.integers(1 << 16, size=bits.size) >> 16, LARGEST_HALF)
+    return [np.array(half) for half in halves]
 
 
 @lru_cache(maxsize=32)

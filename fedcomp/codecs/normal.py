@@ -4,6 +4,7 @@ The levels are the fixed point of Lloyd's algorithm (Lloyd, "Least squares quant
 each is the mean of the normal values nearest to it. Only positive ones are listed; the others mirror them.
 """
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -90,3 +91,12 @@ def quantize(values: Vector, bits: int) -> NDArray[np.uint8]:
     cells += np.float32(_CELLS / 2)
     np.clip(cells, 0, _CELLS - 1, out=cells)
     return _nearest(bits)[cells.astype(np.int16)]
+
+
+@lru_cache
+def captured(bits: int) -> float:
+    """The share of a normal value's energy that its level keeps: 1 - D, with D the distortion."""
+    points = levels(bits).astype(np.float64)
+    edges = [-math.inf, *((points[1:] + points[:-1]) / 2), math.inf]
+    below = np.array([(1 + math.erf(edge / math.sqrt(2))) / 2 for edge in edges])
+    return float(np.diff(below) @ np.square(points))

@@ -1,0 +1,122 @@
+"""Budgets: how long an upload may be, as users say it, and how a server keeps to it over clients and rounds.
+
+A budget is for the whole frame, header included. `Budget.parse` reads bytes ("2 kB"), bits per parameter ("0.05 bits"),
+a time at a link's rate ("30 s at 20 kbit/s"; the payload alone, without what the transport adds) or a share of float32
+("1/1000", "0.1 %").
+
+Uploads of one length each are the hard way to spend bytes. Better is one quantizer step for all clients, each coding
+its update times its weight: then an error counts the same in the mean wherever it is made, and clients of large weight
+send more. Only the mean length is kept to, from round to round, by `RateControl`.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedcomp import _validate
+from fedcomp.errors import ConfigError
+
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
+_NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)"
+_BYTES = re.compile(rf"{_NUMBER}\s*(?:(k|m|g|ki|mi|gi)?(?:b|bytes?))?", re.IGNORECASE)
+_BITS = re.compile(rf"{_NUMBER}\s*(?:bits?|bpp)(?:\s*(?:per|/)\s*parameter)?", re.IGNORECASE)
+_TIME = re.compile(rf"{_NUMBER}\s*(s|min)\s*(?:at|@)\s*{_NUMBER}\s*(k|m|g)?(?:bit/s|bps)", re.IGNORECASE)
+_PERCENT = re.compile(rf"{_NUMBER}\s*%")
+_SHARE = re.compile(rf"1\s*/\s*{_NUMBER}")
+_LARGEST = 2**50
+_EXAMPLES = '"2 kB", "0.05 bits", "30 s at 20 kbit/s", "1/1000" or "0.1 %"'
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most bytes that an upload may take.
+
+    Args:
+        amount: how many of the unit, above 0.
+        unit: "bytes", or "bits" per parameter, float32 having 32.
+
+    >>> [Budget.parse(text).bytes(10_000) for text in ("2 kB", "0.05 bits", "1/1000", "30 s at 20 kbit/s")]
+    [2000, 62, 40, 75000]
+    """
+
+    amount: float
+    unit: str = "bytes"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "amount", _validate.number(low=0, high=_LARGEST, above=True, budget=self.amount))
+        _validate.one_of(choices=("bytes", "bits"), unit=self.unit)
+
+    @classmethod
+    def parse(cls, given: "Budget | str | float") -> "Budget":
+        """A budget from what users write; a number is one of bytes. Raises ConfigError, with examples."""
+        if isinstance(given, Budget):
+            return given
+        if isinstance(given, int | float):
+            return cls(given)
+        text = given.strip() if isinstance(given, str) else ""
+        if found := _BYTES.fullmatch(text):
+            return cls(float(found[1]) * _PREFIXES[(found[2] or "").lower()])
+        if found := _BITS.fullmatch(text):
+            return cls(float(found[1]), "bits")
+        if found := _TIME.fullmatch(text):
+            seconds = float(found[1]) * (60 if found[2].lower() == "min" else 1)
+            return cls(seconds * float(found[3]) * _PREFIXES[(found[4] or "").lower()] / 8)
+        if found := _PERCENT.fullmatch(text):
+            return cls(float(found[1]) * 32 / 100, "bits")
+        if (found := _SHARE.fullmatch(text)) and float(found[1]):
+            return cls(32 / float(found[1]), "bits")
+        raise ConfigError(f"budget {str(given)[:80]!r}: cannot be read; write for example {_EXAMPLES}")
+
+    def bytes(self, parameters: int) -> int:
+        """Whole bytes for a model of so many parameters."""
+        return int(self.amount * parameters / 8 if self.unit == "bits" else self.amount)
+
+
+class RateControl:
+    """Chooses each round's step, so that uploads have a given length on average, whatever the updates do.
+
+    Args:
+        target: bytes of an upload, on average.
+        fixed: of these the bytes that do not hang on the step.
+
+    Attributes:
+        step: for the next round, of an update of weight 1; 0: not known yet, clients choose their own.
+
+    Lengths are taken to be about inversely proportional to the step to the power of 1.5. What was spent too much or too
+    little is made up for over the next rounds.
+    """
+
+    GAIN = 0.6
+    """Octaves of the step for an octave of bytes: less than what would hit the target if it stood still."""
+
+    HORIZON = 8
+    """Rounds over which the bytes spent too much or too little are paid back."""
+
+    _MOST = 2.0
+    """Largest factor by which a round's target, or the step, differs from what it was."""
+
+    def __init__(self, target: float, fixed: float = 0.0) -> None:
+        self.target, self.fixed = target, min(fixed, 0.9 * target)
+        self.step = 0.0
+        self._saved = 0.0
+        self._rounds = 0
+
+    def observe(self, sizes: Sequence[int], steps: Sequence[float]) -> None:
+        """Take in the lengths in bytes of a round's uploads, and the steps of weight 1 that they stand for.
+
+        In the first round, when each client has chosen its own, the geometric mean of these is where to begin.
+        """
+        known = [step for step in steps if 0 < step < math.inf]
+        if not sizes or (not self.step and not known):
+            return
+        spent = sum(sizes) / len(sizes)
+        if not self.step:
+            self.step = math.exp(math.fsum(map(math.log, known)) / len(known))
+            return
+        self._rounds += 1
+        self._saved += self.target - spent
+        wanted = self.target + self._saved / self.HORIZON
+        wanted = min(max(wanted - self.fixed, (self.target - self.fixed) / self._MOST), self._MOST * self.target)
+        ratio = max(spent - self.fixed, 1.0) / wanted
+        self.step *= min(max(ratio**self.GAIN, 1 / self._MOST), self._MOST)
