@@ -61,6 +61,7 @@ def compress(
     predictor: Mapping[str, Vector] | None = None,
     number: int | None = None,
     unkept: bool = False,
+    measured: bool = False,
 ) -> CompressedUpdate:
     """Compress the update new - base of a model.
 
@@ -76,6 +77,7 @@ def compress(
         predictor: of CAFe, as the server sent it, by tensor name: every coded tensor's float32 array.
         number: introduces the client to the server.
         unkept: tells the server that the model it sent could not be kept here.
+        measured: tells the server the length of the update of the coded tensors, rounded up to 8 bits; costs 2 bytes.
 
     Raises LayoutError if names, shapes or dtypes do not fit, NonFiniteError (naming the tensor) for NaN or infinity,
     ConfigError for a feedback with a codec that it cannot go around. Then nothing has changed.
@@ -106,7 +108,8 @@ def compress(
     shortened = feedback.limit(after, norm)
     for slot, kept in after.items():
         kept |= _carried(before, slot, plan.verbatim(layout))
-    notes = wire.Notes(predictor is not None, reset, shortened, number, unkept)
+    told = wire.Notes.rounded_up(norm) if measured else None
+    notes = wire.Notes(predictor is not None, reset, shortened, number, unkept, told)
     frame = wire.pack(wire.Contents(plan, layout, round, parts, verbatim, notes), Layout.of(base))
     return CompressedUpdate(frame, Memory(round, after), norm, notes)
 
