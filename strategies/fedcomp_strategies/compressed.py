@@ -39,10 +39,11 @@ from fedcomp.monitor import Monitor, Sink
 from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, Request, has_floats
 from fedcomp.schedule import Schedule, as_schedule
 from fedcomp_strategies.acks import Acknowledgements
-from fedcomp_strategies.aggregator import Aggregator
+from fedcomp_strategies.aggregator import Aggregator, Mean
 from fedcomp_strategies.averaging import averaged_reply, averages, ignores_weights, metrics_of, picks_replies
 from fedcomp_strategies.downlink import Downlink
 from fedcomp_strategies.feedback import SERVER, ServerFeedback
+from fedcomp_strategies.guards import capped
 from fedcomp_strategies.records import (
     Model,
     copies,
@@ -142,6 +143,11 @@ class Compressed(Strategy):
             Flower does, in float64) or "max" (the largest, in their own dtype).
         seed: feeds all randomness of the codecs, together with round and partition.
         monitor: called with statistics of each tensor of each decoded update; every update is decoded for it.
+        norm_cap: how long the mean update of the coded tensors may be, in mean lengths of the clients' updates, before
+            the inner strategy gets it; longer ones are scaled down. Clients note the lengths in their frames (2 bytes).
+            For unbiased codecs far below one bit: at 1 or above no mean of exact updates is ever touched. Lower:
+            shorter, safer steps. What is cut off is lost, also under `ef`; `dgc`, whose steps are meant to be longer
+            than the updates, wants a higher one. Only under strategies that average. None: no cap.
 
     Attributes:
         traffic: one RoundTraffic a train round.
@@ -161,6 +167,7 @@ class Compressed(Strategy):
         integers: str = "mean",
         seed: int = 0,
         monitor: Sink | None = None,
+        norm_cap: float | None = None,
     ) -> None:
         _validate.one_of(choices=("mean", "max"), integers=integers)
         _validate.flag(mixed_fleet=mixed_fleet)
@@ -173,7 +180,10 @@ class Compressed(Strategy):
         self._schedule = as_schedule(uplink)
         self._feedback = ServerFeedback(as_feedback(feedback), seed)
         self._downlink = None if downlink == "plain" else Downlink(None if downlink == "pack" else downlink, seed)
-        self._request = Request(self._schedule.plan(1), 0, self._feedback.feedback, seed, _new_session())
+        self._norm_cap = None if norm_cap is None else _validate.number(low=0, high=1e6, above=True, norm_cap=norm_cap)
+        measured = norm_cap is not None and averages(strategy)
+        plan = self._schedule.plan(1)
+        self._request = Request(plan, 0, self._feedback.feedback, seed, _new_session(), measured)
         self._check(strategy)
         self._exact: set[str] = set()  # names of integers: Flower makes floats of them, from one training to the next
         self._forget_training()
@@ -188,6 +198,11 @@ class Compressed(Strategy):
             raise ConfigError(
                 f"feedback {feedback.name!r} computes with the mean of all updates, which {name} does not take, or a "
                 "monitor prevents; use a strategy that averages, such as FedAvg, without a monitor, or feedback='ef'"
+            )
+        if self._feedback.needs_mean and self._norm_cap is not None:
+            raise ConfigError(
+                f"norm_cap does not go with feedback {feedback.name!r}, whose server counts on every step being taken "
+                "whole; use feedback 'none', 'ef', 'cafe' or 'dgc', or norm_cap=None"
             )
         if isinstance(feedback, FetchSGD) and len({plan.codec for plan in plans}) > 1:
             raise ConfigError("feedback 'fetchsgd' adds sketches over rounds: the schedule must keep to one sketch")
@@ -216,6 +231,7 @@ class Compressed(Strategy):
         self._learnt: dict[Plan, Plan] = {}
         self._monitors: dict[int, Monitor] = {}
         self._round: _Round | None = None
+        self._uncapped_told = False
         self._feedback.restart()
         if self._downlink is not None:
             self._downlink.restart()
@@ -415,6 +431,8 @@ class Compressed(Strategy):
             if framed and sent.told and base[name].dtype.kind == "f":
                 mean.verbatim[name] = np.asarray(values + framed * (base[name].astype(np.float64) - sent.told[name]))
         mean = self._feedback.step(mean, aggregator.buckets, {reply.node: weights[reply.node] for reply in good})
+        if self._norm_cap is not None:
+            mean = self._capped(server_round, mean, aggregator, weights)
         model = ArrayRecord({name: Array(values) for name, values in mean.tensors(base, self.integers)})
         update = mean.update if self._feedback.learns else None
         largest = mean.largest if self.integers == "max" else {}
@@ -426,6 +444,17 @@ class Compressed(Strategy):
         if arrays is not None:
             arrays = ArrayRecord({**arrays, **{name: Array(values) for name, values in largest.items()}})
         return _Outcome(opened, arrays, metrics, update, counted)
+
+    def _capped(self, server_round: int, mean: Mean, aggregator: Aggregator, weights: Mapping[int, float]) -> Mean:
+        """The mean with its update no longer than the norm cap allows."""
+        step = capped(mean.update, aggregator.norms(mean), weights, self._norm_cap or 0)
+        if step.factor < 1:
+            log.info(
+                "round %d: mean update of length %.4g, scaled down to the norm cap of %.4g",
+                server_round, step.length, step.most,
+            )  # fmt: skip
+            self._count(server_round, capped=step.factor)
+        return replace(mean, update=step.update)
 
     def _collect(self, reply: Reply, aggregator: Aggregator, sent: _Round, weights: Mapping[int, float]) -> Reply:
         """Give a reply to the aggregator, which tells later whether it was any good."""
@@ -450,6 +479,12 @@ class Compressed(Strategy):
                 "old model stays", server_round, self._request.feedback,
             )  # fmt: skip
             return _Outcome(replies)
+        if self._norm_cap is not None and not self._uncapped_told and any(not reply.cause for reply in replies):
+            self._uncapped_told = True
+            log.warning(
+                "round %d: the norm cap does not apply: %s is given every client's model, not their mean",
+                server_round, type(self.strategy).__name__,
+            )  # fmt: skip
         if picks_replies(self.strategy):
             replies = [self._with_weight(reply, key) for reply in replies]
         opened = [self._open(reply, sent) for reply in replies]
