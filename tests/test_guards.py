@@ -1,17 +1,18 @@
-"""The norm cap, alone and through real Flower."""
+"""The norm cap and the moving average of the model, alone and through real Flower."""
 
 import itertools
 import logging
 import math
+import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from flower_app import CLIENTS, Model, arrays, run, start_model
-from flwr.app import ArrayRecord, Context, Message
-from flwr.serverapp.strategy import FedAvg, FedAvgM, FedMedian
+from flower_app import CLIENTS, Model, OrderedGrid, arrays, client_app, record, run, start_model
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord
+from flwr.serverapp.strategy import FedAvg, FedAvgM, FedMedian, Result, Strategy
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -19,13 +20,13 @@ from numpy.typing import NDArray
 from fedcomp import ConfigError, CountSketch, Identity, Plan, Sign, compress, generator, wire
 from fedcomp.layout import Layout
 from fedcomp.metrics import length
-from fedcomp.request import KEY, Request
+from fedcomp.request import KEY, MODEL_STYPE, Request
 from fedcomp_clients import CompressMod, MemoryModelCache, MemoryStore
 from fedcomp_simulations.grid import InProcessGrid
 from fedcomp_strategies import Compressed
 from fedcomp_strategies.aggregator import Aggregator
 from fedcomp_strategies.feedback import ServerFeedback
-from fedcomp_strategies.guards import capped
+from fedcomp_strategies.guards import MovingAverage, capped
 
 QUIET: dict[str, Any] = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0}
 ALONE: dict[str, Any] = {**QUIET, "min_train_nodes": 1, "min_available_nodes": 1}
@@ -267,7 +268,7 @@ def test_no_bit_of_a_capped_model_hangs_on_the_order_of_arrival(monkeypatch: pyt
             return [replies[i] for i in order] if replies else []
 
         monkeypatch.setattr(InProcessGrid, "send_and_receive", shuffled)
-        strategy = fedavg("eden(0.1)", norm_cap=1.0)
+        strategy = fedavg("eden(0.1)", norm_cap=1.0, average=0.5)
         models.append(run(strategy, [some_plain], rounds=1, clients=4))
         assert strategy.traffic[0].capped < 1
     assert all(same(model, models[0]) for model in models)
@@ -318,3 +319,223 @@ def test_strategies_that_are_given_every_model_say_once_that_there_is_no_cap(cap
     assert caplog.text.count("the norm cap does not apply: FedMedian is given every client's model") == 1
     assert set(client.norms.values()) == {None}
     assert same(model, run(Compressed(FedMedian(**QUIET), "int8"), [mod()], rounds=3))
+
+
+# --- the moving average ----------------------------------------------------------------------------------------------
+
+
+def weighted(models: list[Model], decay: float, name: str) -> NDArray[Any]:
+    """What the average should be, from its definition."""
+    weights = decay ** np.arange(len(models))[::-1]
+    values = np.stack([model[name].astype(np.float64) for model in models])
+    return np.asarray(np.tensordot(weights / weights.sum(), values, 1))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", ">f4"])
+@pytest.mark.parametrize("decay", [0.1, 0.8, 0.999])
+def test_the_average_is_weighted_by_age(dtype: str, decay: float) -> None:
+    rng, average, models = np.random.default_rng(0), MovingAverage(decay), list[Model]()
+    for round_ in range(12):
+        models.append({
+            "w": np.asfortranarray(rng.standard_normal((5, 3)).astype(dtype)),
+            "scalar": np.array(rng.standard_normal(), dtype),
+            "steps": np.array(round_, np.int64),
+            "widened": np.array(round_, np.float64),
+        })  # fmt: skip
+        average.add(record(models[-1]), {"widened"})
+        assert average.record is not None
+        told = arrays(average.record)
+        assert list(told) == list(models[-1])
+        assert all(told[name].dtype == values.dtype for name, values in models[-1].items())
+        assert told["steps"] == told["widened"] == round_
+        for name in ("w", "scalar"):
+            tolerance = 1e-3 if dtype == "float16" else 1e-6
+            assert np.allclose(told[name].astype(float), weighted(models, decay, name), rtol=tolerance, atol=tolerance)
+    average.restart()
+    assert average.record is None
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_model_that_stays_is_its_own_average_to_the_last_bit(dtype: str) -> None:
+    top = np.finfo(dtype).max
+    model = {"w": np.append(np.random.default_rng(0).standard_normal(1000), [top, -top, 0, 1e-7]).astype(dtype)}
+    average = MovingAverage(0.9)
+    for _ in range(20):
+        average.add(record(model))
+        assert average.record is not None
+        assert same(arrays(average.record), model)
+
+
+def test_other_tensors_begin_anew_and_trees_pass_through() -> None:
+    average = MovingAverage(0.9)
+    for shape in (3, 3, 4):
+        average.add(record({"w": np.full(shape, shape, np.float32)}))
+    assert average.record is not None
+    assert arrays(average.record)["w"].tolist() == [4] * 4
+    trees = ArrayRecord({"0": Array(np.frombuffer(b"{}", np.uint8).copy()), "x": Array("uint8", (1,), "other", b"?")})
+    average.add(trees)
+    assert average.record == trees
+
+
+class Spied(Compressed):
+    """Keeps the models that it made, as they are trained on."""
+
+    made: list[Model]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        made, metrics = super().aggregate_train(server_round, replies)
+        if made is not None:
+            self.__dict__.setdefault("made", []).append(arrays(made))
+        return made, metrics
+
+
+class Watching:
+    """A mod that keeps the models that its clients are to train and to evaluate, as user code sees them."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[Model]] = {"train": [], "evaluate": []}
+
+    def __call__(self, message: Message, context: Context, call_next: Any) -> Message:
+        self.seen[message.metadata.message_type].append(arrays(message.content.array_records["arrays"]))
+        return call_next(message, context)  # type: ignore[no-any-return]
+
+
+def start(
+    strategy: Strategy, mods: list[Any], rounds: int = 4, fault: Any = None
+) -> tuple[Result, list[tuple[int, Model]]]:
+    evaluated: list[tuple[int, Model]] = []
+
+    def evaluate(server_round: int, model: ArrayRecord) -> MetricRecord:
+        evaluated.append((server_round, arrays(model)))
+        return MetricRecord({"round": server_round})
+
+    with OrderedGrid(client_app(mods, fault, evaluate=True), CLIENTS) as grid:
+        result = strategy.start(grid, record(start_model()), num_rounds=rounds, evaluate_fn=evaluate)
+    return result, evaluated
+
+
+@pytest.mark.parametrize("downlink", ["pack", "plain", "uniform(8)"])
+@pytest.mark.parametrize("kind", [FedAvg, FedMedian])
+def test_the_average_is_evaluated_and_returned_and_the_newest_is_trained(kind: Any, downlink: str) -> None:
+    user = Watching()
+    strategy = Spied(kind(), "int8", downlink=downlink, average=0.8)
+    result, evaluated = start(strategy, [mod(), user])
+    assert strategy.averaged is not None
+    assert result.arrays is strategy.averaged
+    assert [round_ for round_, _ in evaluated] == list(range(5))
+    assert same(evaluated[0][1], start_model())
+    assert same(evaluated[4][1], arrays(strategy.averaged))
+    assert sorted(result.evaluate_metrics_serverapp) == list(range(5))
+    for round_ in range(1, 5):
+        sent = user.seen["evaluate"][(round_ - 1) * CLIENTS :][:CLIENTS]
+        assert all(same(model, evaluated[round_][1]) for model in sent)  # whole, whatever the downlink loses
+    for round_ in range(1, 5):
+        model = evaluated[round_][1]
+        for name in (*CODED, "bn.running_var", "temperature"):
+            assert np.allclose(model[name], weighted(strategy.made[:round_], 0.8, name), rtol=1e-6, atol=1e-6), name
+        assert model["bn.num_batches_tracked"] == strategy.made[round_ - 1]["bn.num_batches_tracked"]
+        trained = user.seen["train"][round_ * CLIENTS :][:CLIENTS]
+        for sent_model in trained:
+            far = moved(sent_model, strategy.made[round_ - 1])
+            assert far < 0.01 if downlink == "uniform(8)" else same(sent_model, strategy.made[round_ - 1])
+
+
+@pytest.mark.parametrize("downlink", ["pack", "uniform(4)"])
+def test_training_is_as_without_an_average(downlink: str) -> None:
+    users, strategies = [Watching(), Watching()], []
+    for user, decay in zip(users, (0.0, 0.9), strict=True):
+        strategies.append(Compressed(FedAvg(), "int8", downlink=downlink, average=decay))
+        start(strategies[-1], [mod(), user], rounds=5)
+    assert all(same(a, b) for a, b in zip(users[0].seen["train"], users[1].seen["train"], strict=True))
+    plain, averaged = (
+        [replace(traffic, bytes_down=0, bytes_down_evaluate=0) for traffic in strategy.traffic]
+        for strategy in strategies
+    )
+    assert plain == averaged
+    assert strategies[0].averaged is None
+
+
+def test_a_node_that_evaluates_what_it_did_not_train_is_not_taken_for_one_that_holds_the_model() -> None:
+    """Under a lossy downlink: else it would be sent differences to a model that it never got."""
+
+    def lost(message: Message, context: Context, call_next: Any) -> Message:
+        config = next(iter(message.content.config_records.values()))
+        training = message.metadata.message_type == "train"
+        if training and config["server-round"] in (2, 3) and context.node_config["partition-id"] == 2:
+            raise OSError("no network")
+        return client(message, context, call_next)
+
+    client = mod()
+    strategy = Compressed(FedAvg(), "int8", downlink="uniform(8)", mixed_fleet=False, average=0.5)
+    start(strategy, [lost], rounds=5)
+    assert [dict(traffic.dropped) for traffic in strategy.traffic] == [{}, {"error": 1}, {"error": 1}, {}, {}]
+
+
+def test_another_training_begins_another_average() -> None:
+    strategy = Compressed(FedAvg(), "int8", average=0.8)
+    (first, seen), (second, again) = start(strategy, [mod()]), start(strategy, [mod()])
+    assert same(again[0][1], start_model())
+    assert all(same(a[1], b[1]) for a, b in zip(seen, again, strict=True))
+    assert same(arrays(first.arrays), arrays(second.arrays))
+    with InProcessGrid(client_app([]), CLIENTS) as grid:  # also where somebody else drives the rounds
+        strategy.configure_train(1, record(start_model()), ConfigRecord(), grid)
+    assert strategy.averaged is None
+
+
+def test_models_that_are_not_finite_and_rounds_without_one_are_not_averaged() -> None:
+    class Broken(FedAvg):
+        def aggregate_train(
+            self, server_round: int, replies: Iterable[Message]
+        ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+            made, metrics = super().aggregate_train(server_round, replies)
+            assert made is not None
+            if server_round == 2:
+                made["fc.bias"] = Array(np.full(30, np.nan, np.float32))
+            return (None if server_round == 3 else made), metrics
+
+    strategy = Spied(Broken(), "int8", average=0.8)
+    result, evaluated = start(strategy, [mod()])
+    assert len(strategy.made) == 2
+    assert same(evaluated[1][1], evaluated[2][1])
+    assert same(evaluated[1][1], evaluated[3][1])
+    for name in CODED:
+        expected = weighted(strategy.made, 0.8, name)
+        assert np.allclose(arrays(result.arrays)[name], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_first_round_without_a_model_leaves_the_start_to_be_evaluated() -> None:
+    def broken(reply: Message, context: Context, round_: int) -> None:
+        raise RuntimeError("out of memory")
+
+    strategy = Compressed(FedAvg(), "int8", average=0.8)
+    result, evaluated = start(strategy, [mod()], rounds=1, fault=broken)
+    assert strategy.averaged is None
+    assert not result.arrays
+    assert all(same(model, start_model()) for _, model in evaluated)
+
+
+def test_without_an_average_everything_is_flowers_own() -> None:
+    strategy = Compressed(FedAvg(), "int8")
+    result, evaluated = start(strategy, [mod()])
+    assert strategy.averaged is None
+    assert same(arrays(result.arrays), evaluated[-1][1])
+    assert same(arrays(result.arrays), run(Compressed(FedAvg(**QUIET), "int8"), [mod()], rounds=4))
+
+
+def test_averages_travel_in_pickles_and_as_packages() -> None:
+    strategy = Compressed(FedAvg(), "int8", average=0.8, norm_cap=1, mixed_fleet=False)
+    result, _ = start(strategy, [mod()])
+    back = pickle.loads(pickle.dumps(strategy)).averaged
+    assert same(arrays(back), arrays(result.arrays))
+    with InProcessGrid(client_app([]), CLIENTS) as grid:
+        messages = strategy.configure_evaluate(9, record(start_model()), ConfigRecord(), grid)
+    stypes = {array.stype for m in messages for r in m.content.array_records.values() for array in r.values()}
+    assert stypes == {MODEL_STYPE}
+
+
+@pytest.mark.parametrize("wrong", [1, 0.9999, -0.1, math.nan, True, "0.8"])
+def test_decays_that_make_no_sense_are_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"average: expected a number from 0 to 0\.999"):
+        fedavg(average=wrong)
