@@ -61,6 +61,7 @@ def compress(
     predictor: Mapping[str, Vector] | None = None,
     number: int | None = None,
     unkept: bool = False,
+    measured: bool = False,
     weight: float = 1.0,
     dither: tuple[int, float] | None = None,
 ) -> CompressedUpdate:
@@ -78,6 +79,7 @@ def compress(
         predictor: of CAFe, as the server sent it, by tensor name: every coded tensor's float32 array.
         number: introduces the client to the server.
         unkept: tells the server that the model it sent could not be kept here.
+        measured: tells the server the length of the update of the coded tensors, rounded up to 8 bits; costs 2 bytes.
         weight: of this client in the mean, for codecs that share bytes out by it.
         dither: for stochastic rounding, see Upload.
 
@@ -95,7 +97,7 @@ def compress(
         if values.dtype.kind == "f":
             check_finite(name, values)
     before, reset = _still_good(memory, feedback, round)
-    notes = wire.Notes(predictor is not None, reset, False, number, unkept)
+    notes = wire.Notes(predictor is not None, reset, False, number, unkept, 0.0 if measured else None)
     contents = wire.Contents(plan, layout, round, [], verbatim, notes)
     buckets = plan.buckets(layout)
     coded: dict[int, Parts] = {}
@@ -115,7 +117,7 @@ def compress(
     shortened = feedback.limit(after, norm)
     for slot, kept in after.items():
         kept |= _carried(before, slot, plan.verbatim(layout))
-    notes = replace(notes, shortened=shortened)
+    notes = replace(notes, shortened=shortened, norm=wire.Notes.rounded_up(norm) if measured else None)
     contents = replace(contents, parts=[coded[index] for index in range(len(buckets))], notes=notes)
     return CompressedUpdate(wire.pack(contents, Layout.of(base)), Memory(round, after), norm, notes)
 

@@ -31,6 +31,7 @@ ACKS = "fedcomp-acks"
 
 _VERSION = 1
 _KEYS = {"v", "plan", "feedback", "round", "seed", "session"}
+_OPTIONAL = {"norm"}  # not written unless asked for, so that older clients can read the others
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Request:
         feedback: what makes up for losses.
         seed: feeds all randomness.
         session: names this training; what feedback remembers from another one does not count.
+        norm: whether the frame is to note the length of the update. Clients of a fedcomp without this reply plainly.
     """
 
     plan: Plan
@@ -48,6 +50,7 @@ class Request:
     feedback: Feedback = NoFeedback()  # noqa: RUF009  (frozen)
     seed: int = 0
     session: str = "0"
+    norm: bool = False
 
     def __post_init__(self) -> None:
         _validate.instance(kind=Plan, plan=self.plan)
@@ -55,13 +58,15 @@ class Request:
         _validate.instance(kind=Feedback, feedback=self.feedback)
         _validate.integer(low=0, seed=self.seed)
         _validate.instance(kind=str, session=self.session)
+        _validate.flag(norm=self.norm)
         if not self.session.isalnum() or len(self.session) > 32:  # it becomes a part of file names
             raise ConfigError(f"session: expected up to 32 letters and digits, got {self.session[:40]!r}")
 
     def to_text(self) -> str:
         """The request as compact JSON."""
         told = {"v": _VERSION, "plan": self.plan.to_config(), "feedback": str(self.feedback), "round": self.round}
-        return json.dumps({**told, "seed": self.seed, "session": self.session}, separators=(",", ":"))
+        told |= {"seed": self.seed, "session": self.session} | ({"norm": True} if self.norm else {})
+        return json.dumps(told, separators=(",", ":"))
 
     @classmethod
     def from_text(cls, text: str) -> "Request":
@@ -74,11 +79,10 @@ class Request:
             raise ConfigError(
                 f"request: expected version {_VERSION}, got {text[:80]!r}; the server runs another fedcomp"
             )
-        if told.keys() != _KEYS:
+        if told.keys() - _OPTIONAL != _KEYS:
             raise ConfigError(f"request: expected the keys {sorted(_KEYS)}, got {sorted(told)}")
-        return cls(
-            Plan.from_config(told["plan"]), told["round"], as_feedback(told["feedback"]), told["seed"], told["session"]
-        )
+        plan, feedback = Plan.from_config(told["plan"]), as_feedback(told["feedback"])
+        return cls(plan, told["round"], feedback, told["seed"], told["session"], told.get("norm", False))
 
 
 class Serialized(Protocol):

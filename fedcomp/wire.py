@@ -73,6 +73,12 @@ class Notes:
         """The norm as it is sent: the nearest number with 8 bits that float32 holds."""
         return read_half(write_half(norm))
 
+    @classmethod
+    def rounded_up(cls, norm: float) -> float:
+        """Likewise, but the nearest that is not below the norm, as long as there is one."""
+        near = cls.rounded(norm)
+        return near if near >= norm else cls.rounded(norm * (1 + 2.0**-8))
+
 
 @dataclass(frozen=True)
 class Contents:

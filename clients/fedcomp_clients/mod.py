@@ -103,6 +103,7 @@ class CompressMod:
             memory=self._recall(request, told.used(number), context, Layout.of(start)) if remembers else EMPTY,
             number=number if remembers and told.ack is None and _partition(context) is not None else None,
             unkept=received is not None and received.unkept,
+            measured=request.norm,
         )
         if self.monitor is not None:
             decoded = decompress(update.frame, start, plan=request.plan)

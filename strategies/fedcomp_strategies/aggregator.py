@@ -19,6 +19,7 @@ from fedcomp.compressor import apply, difference, total
 from fedcomp.device import resolve, running_sum
 from fedcomp.errors import ConfigError, FedcompError, FrameError, LayoutError
 from fedcomp.layout import Arrays, Layout, Vector, check_finite, check_same_tensors
+from fedcomp.metrics import length
 from fedcomp.plan import Bucket, Plan
 from fedcomp.terms import MAX, Values, peak
 from fedcomp.wire import Contents
@@ -171,6 +172,21 @@ class Aggregator:
             failed |= culprits
             if not culprits and mean.weight >= _LOST * before:
                 return mean
+
+    def norms(self, mean: Mean) -> dict[int, float]:
+        """The lengths of the updates in the mean, over the coded tensors, by node.
+
+        Those of frames are as the frames note them, and frames without a note are left out; others are measured.
+        """
+        norms: dict[int, float] = {}
+        for node in sorted(self._replies.keys() - mean.failed.keys()):
+            _, content = self._replies[node]
+            if not isinstance(content, bytes):
+                names = [tensor.name for bucket in self.buckets for tensor in bucket.layout.tensors]
+                norms[node] = length(_difference(content[name], self._base[name]) for name in names)
+            elif (noted := mean.contents[node].notes.norm) is not None:
+                norms[node] = noted
+        return norms
 
     def _weight(self, failed: Mapping[int, FedcompError]) -> float:
         return math.fsum(weight for node, (weight, _) in self._replies.items() if node not in failed)

@@ -8,14 +8,14 @@ import logging
 import math
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Strategy
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Result, Strategy
 
 from fedcomp import (
     CAFe,
@@ -39,10 +39,11 @@ from fedcomp.monitor import Monitor, Sink
 from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, Request, has_floats
 from fedcomp.schedule import Schedule, as_schedule
 from fedcomp_strategies.acks import Acknowledgements
-from fedcomp_strategies.aggregator import Aggregator
+from fedcomp_strategies.aggregator import Aggregator, Mean
 from fedcomp_strategies.averaging import averaged_reply, averages, ignores_weights, metrics_of, picks_replies
 from fedcomp_strategies.downlink import Downlink
 from fedcomp_strategies.feedback import SERVER, ServerFeedback
+from fedcomp_strategies.guards import MovingAverage, capped
 from fedcomp_strategies.records import (
     Model,
     copies,
@@ -142,6 +143,14 @@ class Compressed(Strategy):
             Flower does, in float64) or "max" (the largest, in their own dtype).
         seed: feeds all randomness of the codecs, together with round and partition.
         monitor: called with statistics of each tensor of each decoded update; every update is decoded for it.
+        norm_cap: how long the mean update of the coded tensors may be, in mean lengths of the clients' updates, before
+            the inner strategy gets it; longer ones are scaled down. Clients note the lengths in their frames (2 bytes).
+            For unbiased codecs far below one bit: at 1 or above no mean of exact updates is ever touched. Lower:
+            shorter, safer steps. What is cut off is lost, also under `ef`; `dgc`, whose steps are meant to be longer
+            than the updates, wants a higher one. Only under strategies that average. None: no cap.
+        average: decay of a moving average of the models of all rounds, above 0 to 0.999; 0: none. Larger: less noise,
+            further behind. Training goes on with the newest model; what is evaluated, and returned by `start`, is the
+            average.
 
     Attributes:
         traffic: one RoundTraffic a train round.
@@ -161,6 +170,8 @@ class Compressed(Strategy):
         integers: str = "mean",
         seed: int = 0,
         monitor: Sink | None = None,
+        norm_cap: float | None = None,
+        average: float = 0.0,
     ) -> None:
         _validate.one_of(choices=("mean", "max"), integers=integers)
         _validate.flag(mixed_fleet=mixed_fleet)
@@ -173,7 +184,11 @@ class Compressed(Strategy):
         self._schedule = as_schedule(uplink)
         self._feedback = ServerFeedback(as_feedback(feedback), seed)
         self._downlink = None if downlink == "plain" else Downlink(None if downlink == "pack" else downlink, seed)
-        self._request = Request(self._schedule.plan(1), 0, self._feedback.feedback, seed, _new_session())
+        self._norm_cap = None if norm_cap is None else _validate.number(low=0, high=1e6, above=True, norm_cap=norm_cap)
+        self._moving = MovingAverage(average) if _validate.number(low=0, high=0.999, average=average) else None
+        measured = norm_cap is not None and averages(strategy)
+        plan = self._schedule.plan(1)
+        self._request = Request(plan, 0, self._feedback.feedback, seed, _new_session(), measured)
         self._check(strategy)
         self._exact: set[str] = set()  # names of integers: Flower makes floats of them, from one training to the next
         self._forget_training()
@@ -188,6 +203,11 @@ class Compressed(Strategy):
             raise ConfigError(
                 f"feedback {feedback.name!r} computes with the mean of all updates, which {name} does not take, or a "
                 "monitor prevents; use a strategy that averages, such as FedAvg, without a monitor, or feedback='ef'"
+            )
+        if self._feedback.needs_mean and self._norm_cap is not None:
+            raise ConfigError(
+                f"norm_cap does not go with feedback {feedback.name!r}, whose server counts on every step being taken "
+                "whole; use feedback 'none', 'ef', 'cafe' or 'dgc', or norm_cap=None"
             )
         if isinstance(feedback, FetchSGD) and len({plan.codec for plan in plans}) > 1:
             raise ConfigError("feedback 'fetchsgd' adds sketches over rounds: the schedule must keep to one sketch")
@@ -216,9 +236,14 @@ class Compressed(Strategy):
         self._learnt: dict[Plan, Plan] = {}
         self._monitors: dict[int, Monitor] = {}
         self._round: _Round | None = None
+        self._uncapped_told = False
         self._feedback.restart()
         if self._downlink is not None:
             self._downlink.restart()
+        # Brings the moving average, of which nodes keep nothing.
+        self._evaluation = None if self._downlink is None else Downlink(None)
+        if self._moving is not None:
+            self._moving.restart()
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the wrapped strategy, for code that reads them."""
@@ -230,6 +255,36 @@ class Compressed(Strategy):
         """Log what is wrapped and what clients are asked for."""
         log.info("uplink %s, feedback %s", self._request.plan.to_config(), self._request.feedback)
         self.strategy.summary()
+
+    @property
+    def averaged(self) -> ArrayRecord | None:
+        """The moving average of the model; None without `average`, or before the first round of a training."""
+        return None if self._moving is None else self._moving.record
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Flower's own, except that with `average` evaluate_fn is given the moving average, and the result holds it."""
+        if self._moving is None:
+            return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
+        self._moving.restart()  # or the start would be evaluated as the end of the training before
+
+        def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+            assert evaluate_fn is not None
+            return evaluate_fn(server_round, arrays if self.averaged is None else self.averaged)
+
+        given = None if evaluate_fn is None else evaluate
+        result = super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, given)
+        if self.averaged is not None:
+            result.arrays = self.averaged
+        return result
 
     # --- down --------------------------------------------------------------------------------------------------------
 
@@ -257,7 +312,7 @@ class Compressed(Strategy):
             if len(records) == 1 and asked[node] == 1 and identity(records[0]) in models:
                 self._round.sent[node] = records[0]
                 message.content = _with_config(message.content, {KEY: request, **told.get(node, {})})
-        self._pack(messages, models, server_round, self._feedback.predictor_frame)
+        self._pack(messages, models, server_round, self._downlink, self._feedback.predictor_frame)
         self.traffic.append(RoundTraffic(server_round, messages=len(messages), bytes_down=payload(messages)))
         return messages
 
@@ -293,10 +348,15 @@ class Compressed(Strategy):
         }
 
     def _pack(
-        self, messages: list[Message], models: set[Any], server_round: int, predictor: bytes | None = None
+        self,
+        messages: list[Message],
+        models: set[Any],
+        server_round: int,
+        downlink: Downlink | None,
+        predictor: bytes | None = None,
     ) -> None:
         """Replace the global model in the messages by packages, for nodes that can read them."""
-        if self._downlink is None or self._round is None:
+        if downlink is None or self._round is None:
             return
         records: dict[bytes, ArrayRecord] = {}  # messages share theirs, and should go on doing so
         published = None
@@ -308,24 +368,31 @@ class Compressed(Strategy):
             ((key, record),) = sent.items()
             known = identity(record)
             if published is None and has_floats(record) and known in models:
-                self._downlink.publish(views(record), server_round)
+                downlink.publish(views(record), server_round)
                 published = known
             if known != published:  # strategies with several models at once
                 continue
-            data = self._downlink.package(node, predictor)
+            data = downlink.package(node, predictor)
             packed = Array(dtype="uint8", shape=(len(data),), stype=MODEL_STYPE, data=data)
             message.content = RecordDict({**message.content, key: records.setdefault(data, ArrayRecord({KEY: packed}))})
-            self._round.packed.add(node)
-        if published is not None and self._downlink.plan is not None:
-            self._round.told = dict(self._downlink.told)
+            if downlink is self._downlink:
+                self._round.packed.add(node)
+        if published is not None and downlink.plan is not None:
+            self._round.told = dict(downlink.told)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The inner strategy's evaluate messages, with the model packed as for training."""
+        """The inner strategy's evaluate messages, with the model packed as for training.
+
+        The moving average, where there is one, is always sent whole: nodes go on holding the model that is trained.
+        """
+        averaged, downlink = self.averaged, self._downlink
+        if averaged is not None:
+            arrays, downlink = averaged, self._evaluation
         messages = list(self.strategy.configure_evaluate(server_round, arrays, config, grid))
         self._round = _Round(arrays)
-        self._pack(messages, self._models(messages), server_round)
+        self._pack(messages, self._models(messages), server_round, downlink)
         if messages:
             self._count(server_round, bytes_down_evaluate=payload(messages))
         return messages
@@ -366,6 +433,8 @@ class Compressed(Strategy):
                 self._feedback.succeed(self._acks.former(node, notes.number), node)
                 self._acks.accept(node, server_round, notes.number)
             self._learn(sent.arrays, arrays, outcome.update)
+            if self._moving is not None:
+                self._moving.add(arrays, self._exact)
         if self._feedback.out_of_step:
             log.warning("round %d: a client has lost its memory, so all begin anew with feedback", server_round)
             self._request = replace(self._request, session=_new_session())
@@ -415,6 +484,8 @@ class Compressed(Strategy):
             if framed and sent.told and base[name].dtype.kind == "f":
                 mean.verbatim[name] = np.asarray(values + framed * (base[name].astype(np.float64) - sent.told[name]))
         mean = self._feedback.step(mean, aggregator.buckets, {reply.node: weights[reply.node] for reply in good})
+        if self._norm_cap is not None:
+            mean = self._capped(server_round, mean, aggregator, weights)
         model = ArrayRecord({name: Array(values) for name, values in mean.tensors(base, self.integers)})
         update = mean.update if self._feedback.learns else None
         largest = mean.largest if self.integers == "max" else {}
@@ -426,6 +497,17 @@ class Compressed(Strategy):
         if arrays is not None:
             arrays = ArrayRecord({**arrays, **{name: Array(values) for name, values in largest.items()}})
         return _Outcome(opened, arrays, metrics, update, counted)
+
+    def _capped(self, server_round: int, mean: Mean, aggregator: Aggregator, weights: Mapping[int, float]) -> Mean:
+        """The mean with its update no longer than the norm cap allows."""
+        step = capped(mean.update, aggregator.norms(mean), weights, self._norm_cap or 0)
+        if step.factor < 1:
+            log.info(
+                "round %d: mean update of length %.4g, scaled down to the norm cap of %.4g",
+                server_round, step.length, step.most,
+            )  # fmt: skip
+            self._count(server_round, capped=step.factor)
+        return replace(mean, update=step.update)
 
     def _collect(self, reply: Reply, aggregator: Aggregator, sent: _Round, weights: Mapping[int, float]) -> Reply:
         """Give a reply to the aggregator, which tells later whether it was any good."""
@@ -450,6 +532,12 @@ class Compressed(Strategy):
                 "old model stays", server_round, self._request.feedback,
             )  # fmt: skip
             return _Outcome(replies)
+        if self._norm_cap is not None and not self._uncapped_told and any(not reply.cause for reply in replies):
+            self._uncapped_told = True
+            log.warning(
+                "round %d: the norm cap does not apply: %s is given every client's model, not their mean",
+                server_round, type(self.strategy).__name__,
+            )  # fmt: skip
         if picks_replies(self.strategy):
             replies = [self._with_weight(reply, key) for reply in replies]
         opened = [self._open(reply, sent) for reply in replies]

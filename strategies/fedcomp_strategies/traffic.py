@@ -24,6 +24,7 @@ class RoundTraffic:
         dropped: replies that were not used, by cause (see replies.CAUSES).
         resets: uploads of clients whose memory was lost, damaged or too old and started again from zero.
         shortened: uploads of clients whose residual was longer than allowed.
+        capped: what the mean update was multiplied with because it was longer than `norm_cap` allows; 1: it was not.
     """
 
     round: int
@@ -36,6 +37,7 @@ class RoundTraffic:
     dropped: Mapping[str, int] = field(default_factory=dict)
     resets: int = 0
     shortened: int = 0
+    capped: float = 1.0
 
 
 def payload(messages: Iterable[Message]) -> int:
