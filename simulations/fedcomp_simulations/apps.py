@@ -4,8 +4,9 @@ Whatever is random hangs on the seed, the round and the partition id, never on n
 which clients run. So every engine trains the same model, and every method of a seed sees the same batches.
 """
 
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -50,7 +51,7 @@ OnRound = Callable[[RoundOutcome], None]
 
 
 def client_app(experiment: Experiment, seed: int, mod: Mod) -> ClientApp:
-    """Make the ClientApp of an experiment: plain SGD on the samples of its partition, below the given mod."""
+    """Make the ClientApp of an experiment: SGD on the samples of its partition, below the given mod."""
     app = ClientApp(mods=[mod])
     app.train()(_Training(experiment, seed))
     return app
@@ -159,21 +160,36 @@ def accuracy_of(experiment: Experiment, arrays: ArrayRecord) -> float:
 
 
 def _train(model: torch.nn.Module, x: Tensor, y: Tensor, experiment: Experiment, rng: np.random.Generator) -> float:
-    """Run plain SGD in place and return the mean loss of the last epoch."""
+    """Run SGD in place and return the mean loss of the last epoch; momentum is PyTorch's, v = momentum v + gradient."""
     weights = list(model.parameters())
+    velocities = [torch.zeros_like(weight) for weight in weights] if experiment.momentum else []
     loss_sum = 0.0
     for _ in range(experiment.local_epochs):
         loss_sum = 0.0
         order = rng.permutation(len(y))
         for start in range(0, len(y), experiment.batch):
             batch = torch.from_numpy(order[start : start + experiment.batch])
-            loss = functional.cross_entropy(model(x[batch]), y[batch])
-            gradients = torch.autograd.grad(loss, weights)
+            scores = model(x[batch])  # (batch, classes) or (batch, positions, classes)
+            loss = functional.cross_entropy(scores.flatten(0, -2), y[batch].flatten())
+            steps = torch.autograd.grad(loss, weights)
+            _clip(steps, experiment.clip_norm)
             with torch.no_grad():
-                for weight, gradient in zip(weights, gradients, strict=True):
-                    weight.sub_(gradient, alpha=experiment.lr)
+                for velocity, step in zip(velocities, steps, strict=False):
+                    velocity.mul_(experiment.momentum).add_(step)
+                for weight, step in zip(weights, velocities or steps, strict=True):
+                    weight.sub_(step, alpha=experiment.lr)
             loss_sum += loss.item() * len(batch)
     return loss_sum / len(y)
+
+
+def _clip(gradients: Sequence[Tensor], limit: float) -> None:
+    """Scale the gradients in place so that their common norm is at most `limit`."""
+    if limit == math.inf:
+        return
+    norm = float(torch.nn.utils.get_total_norm(gradients))
+    if norm > limit:
+        for gradient in gradients:
+            gradient.mul_(limit / norm)
 
 
 def _partition_id(context: Context, clients: int) -> int:

@@ -83,7 +83,13 @@ class Method:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One training task and the methods to compare on it."""
+    """One training task and the methods to compare on it.
+
+    Attributes:
+        momentum: of the clients' SGD; its velocity starts at 0 in every round.
+        clip_norm: bound on the norm of every batch's gradient, all tensors together.
+        last: evaluations whose mean is the final accuracy: one alone swings by a point.
+    """
 
     name: str
     dataset: str
@@ -99,6 +105,9 @@ class Experiment:
     local_epochs: int = 1
     batch: int = 20
     lr: float = 0.1
+    momentum: float = 0.0
+    clip_norm: float = math.inf
+    last: int = 10
     strategy: str = "fedavg"
     strategy_options: Mapping[str, float] = field(default_factory=dict)
 
@@ -107,12 +116,16 @@ class Experiment:
         _one_of("model", self.model, MODELS)
         _one_of("partition", self.partition, partition.kinds())
         _check_strategy(self.strategy, self.strategy_options)
-        for key in ("clients", "clients_per_round", "min_samples", "rounds", "local_epochs", "batch"):
+        for key in ("clients", "clients_per_round", "min_samples", "rounds", "local_epochs", "batch", "last"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"{key}: expected at least 1, got {getattr(self, key)}")
         for key in ("alpha", "lr"):
             if not 0 < getattr(self, key) < math.inf:
                 raise ConfigError(f"{key}: expected a finite number above 0, got {getattr(self, key)}")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum: expected a number from 0 to below 1, got {self.momentum}")
+        if not self.clip_norm > 0:
+            raise ConfigError(f"clip_norm: expected a number above 0, got {self.clip_norm}")
         if self.clients_per_round > self.clients:
             raise ConfigError(f"clients_per_round: {self.clients_per_round} is more than clients, {self.clients}")
         if min(self.seeds, default=-1) < 0:
