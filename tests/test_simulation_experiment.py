@@ -94,7 +94,7 @@ def test_integers_serve_as_numbers_and_the_rest_has_defaults() -> None:
         (('"float32"', '"float23"'), "methods, entry 1: unknown codec 'float23'; known: .*sign"),
         (('"float32"', '"float32"\nfeedback = "x"'), "unknown feedback 'x'; known: none"),
         (('"float32"', '"float32"\n[[methods]]\nname="plain"\ncodec="sign"'), "methods: 'plain' is there twice"),
-        (("alpha = 1", 'partition = "x"'), "unknown partition 'x'; available: dirichlet, iid"),
+        (("alpha = 1", 'partition = "x"'), "unknown partition 'x'; available: dirichlet, iid, natural"),
         (("alpha = 1", 'strategy = "x"'), "unknown strategy 'x'; available: fedadagrad, fedadam, fedavg"),
         (("alpha = 1", "strategy_options = 1"), "strategy_options: expected a table of numbers, got 1"),
         (("alpha = 1", 'strategy_options = {eta = "x"}'), "strategy_options.eta: expected a number, got 'x'"),

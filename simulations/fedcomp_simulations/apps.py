@@ -27,6 +27,8 @@ from fedcomp_simulations.experiment import Experiment, Method
 from fedcomp_simulations.partition import partition
 from fedcomp_strategies import Compressed, RoundTraffic
 
+EVALUATED_AT_ONCE = 250  # samples: larger batches leave the cache
+
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "fedadagrad": FedAdagrad,
     "fedadam": FedAdam,
@@ -73,7 +75,7 @@ def server_app(experiment: Experiment, method: Method, seed: int, on_round: OnRo
             device="cpu",
             seed=seed,
         )
-        evaluate = _Evaluation(experiment, strategy, on_round)
+        evaluate = _Evaluation(experiment, seed, strategy, on_round)
         run_strategy(strategy, experiment, seed, grid, evaluate)
 
     app.main()(main)
@@ -140,23 +142,28 @@ class _Evaluation:
     """The server's own evaluation of the global model on the test samples, after every round."""
 
     experiment: Experiment
+    seed: int
     strategy: Compressed
     on_round: OnRound
 
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         if server_round == 0:  # the untrained model
             return None
-        accuracy = accuracy_of(self.experiment, arrays)
+        accuracy = accuracy_of(self.experiment, self.seed, arrays)
         self.on_round(RoundOutcome(server_round, accuracy, arrays, tuple(self.strategy.traffic)))
         return MetricRecord({"accuracy": accuracy})
 
 
-def accuracy_of(experiment: Experiment, arrays: ArrayRecord) -> float:
-    """Return the share of test samples that the model classifies correctly."""
-    x, y = _test_samples(experiment.dataset)
+def accuracy_of(experiment: Experiment, seed: int, arrays: ArrayRecord) -> float:
+    """Return the share of test samples, or of all their positions, that the model classifies correctly."""
+    x, y = _test_samples(experiment.dataset, seed)
+    model = _model(experiment, arrays)
+    correct = 0
     with torch.inference_mode():
-        predicted = _model(experiment, arrays)(x).argmax(dim=1)
-    return int((predicted == y).sum()) / len(y)
+        for start in range(0, len(y), EVALUATED_AT_ONCE):
+            batch = slice(start, start + EVALUATED_AT_ONCE)
+            correct += int((model(x[batch]).argmax(dim=-1) == y[batch]).sum())
+    return correct / y.numel()
 
 
 def _train(model: torch.nn.Module, x: Tensor, y: Tensor, experiment: Experiment, rng: np.random.Generator) -> float:
@@ -221,12 +228,14 @@ def _split(
     dataset: str, kind: str, clients: int, alpha: float, min_samples: int, seed: int
 ) -> list[tuple[Tensor, Tensor]]:
     """Cut the training samples into one pair of tensors for each client."""
-    data = datasets.load(dataset)
-    parts = partition(kind, data.train_y, clients, alpha=alpha, min_samples=min_samples, seed=seed)
+    data = datasets.load(dataset, seed)
+    parts = partition(
+        kind, data.train_y, clients, alpha=alpha, min_samples=min_samples, seed=seed, owners=data.train_owner
+    )
     return [(torch.from_numpy(data.train_x[own]), torch.from_numpy(data.train_y[own])) for own in parts]
 
 
 @lru_cache(maxsize=1)
-def _test_samples(dataset: str) -> tuple[Tensor, Tensor]:
-    data = datasets.load(dataset)
+def _test_samples(dataset: str, seed: int) -> tuple[Tensor, Tensor]:
+    data = datasets.load(dataset, seed)
     return torch.from_numpy(data.test_x.copy()), torch.from_numpy(data.test_y.copy())  # copies are writable

@@ -86,6 +86,7 @@ class Experiment:
     """One training task and the methods to compare on it.
 
     Attributes:
+        partition: "dirichlet" (by `alpha`), "iid", or "natural" where the data say whose each sample is.
         momentum: of the clients' SGD; its velocity starts at 0 in every round.
         clip_norm: bound on the norm of every batch's gradient, all tensors together.
         last: evaluations whose mean is the final accuracy: one alone swings by a point.
