@@ -25,7 +25,12 @@ from fedcomp.feedback import feedbacks
 from fedcomp.plan import as_plan
 from fedcomp_simulations import datasets, partition
 
-MODELS = ("cnn", "mlp")
+MODELS: dict[str, tuple[str, ...]] = {  # and the data sets each of them takes
+    "cnn": ("fashion", "mnist"),
+    "gru": ("shakespeare",),
+    "imu-cnn": ("imu",),
+    "mlp": ("fashion", "mnist"),
+}
 STRATEGIES: dict[str, tuple[str, ...]] = {  # and the options each of them takes
     "fedadagrad": ("eta", "tau"),
     "fedadam": ("eta", "beta_1", "beta_2", "tau"),
@@ -114,7 +119,8 @@ class Experiment:
 
     def __post_init__(self) -> None:
         _one_of("dataset", self.dataset, datasets.available())
-        _one_of("model", self.model, MODELS)
+        _one_of("model", self.model, tuple(MODELS))
+        _one_of(f"dataset for model {self.model!r}", self.dataset, MODELS[self.model])
         _one_of("partition", self.partition, partition.kinds())
         _check_strategy(self.strategy, self.strategy_options)
         for key in ("clients", "clients_per_round", "min_samples", "rounds", "local_epochs", "batch", "last"):

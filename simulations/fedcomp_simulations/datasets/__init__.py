@@ -1,5 +1,7 @@
-"""Data sets that come inside packages of pip or Debian: `mnist` with fedcomp's own extras, so that a first run needs
-no download, the others with packages that their error messages name."""
+"""Data sets that come inside packages, so that nothing is downloaded from anywhere else.
+
+`mnist` is there with fedcomp's own extras; the errors for the others name the package to install.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,6 +59,19 @@ def _load(name: str, seed: int) -> Dataset:
     return dataset
 
 
+def _fashion(seed: int) -> Dataset:
+    del seed
+    from fedcomp_simulations.datasets.fashion import load_fashion
+
+    return load_fashion()
+
+
+def _imu(seed: int) -> Dataset:
+    from fedcomp_simulations.datasets.imu import load_imu
+
+    return load_imu(seed)
+
+
 def _mnist(seed: int) -> Dataset:
     del seed
     from fedcomp_simulations.datasets.mnist import load_mnist
@@ -64,5 +79,17 @@ def _mnist(seed: int) -> Dataset:
     return load_mnist()
 
 
-_LOADERS: dict[str, Callable[[int], Dataset]] = {"mnist": _mnist}
-SEEDED: tuple[str, ...] = ()
+def _shakespeare(seed: int) -> Dataset:
+    del seed
+    from fedcomp_simulations.datasets.shakespeare import load_shakespeare
+
+    return load_shakespeare()
+
+
+_LOADERS: dict[str, Callable[[int], Dataset]] = {
+    "fashion": _fashion,
+    "imu": _imu,
+    "mnist": _mnist,
+    "shakespeare": _shakespeare,
+}
+SEEDED = ("imu",)  # which subjects are held out for the test
