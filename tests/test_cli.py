@@ -128,7 +128,8 @@ def test_options_change_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             ["simulate", "cifar"],
-            "unknown experiment 'cifar': no such file, and shipped are mnist-cnn, mnist-feedback, mnist-mlp",
+            "unknown experiment 'cifar': no such file, and shipped are budgets-fashion-cnn, budgets-imu-cnn, "
+            "budgets-shakespeare-gru, mnist-cnn, mnist-feedback, mnist-mlp",
         ),
         (["simulate", "--codec", "zip"], "unknown codec 'zip'; known: "),
         (["simulate", "--codec", "sign("], "codec 'sign(': cannot be read"),

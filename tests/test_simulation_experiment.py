@@ -38,12 +38,19 @@ def parse(text: str) -> Experiment:
 
 
 def test_shipped_experiments_load() -> None:
-    assert shipped() == ("mnist-cnn", "mnist-feedback", "mnist-mlp")
+    assert shipped() == (
+        "budgets-fashion-cnn",
+        "budgets-imu-cnn",
+        "budgets-shakespeare-gru",
+        "mnist-cnn",
+        "mnist-feedback",
+        "mnist-mlp",
+    )
     for name in shipped():
         experiment = load_experiment(name)
         assert experiment.name == name
         assert experiment.methods[0].uncompressed
-        assert len(experiment.methods) >= 5
+        assert len(experiment.methods) >= 3
 
 
 def test_files_are_named_after_their_stem(tmp_path: Path) -> None:
@@ -79,10 +86,15 @@ def test_integers_serve_as_numbers_and_the_rest_has_defaults() -> None:
         (("seeds = [4, 2]", "seeds = [-1]"), r"seeds: expected one or more numbers from 0 on, got \[-1\]"),
         (("seeds = [4, 2]", "seeds = []"), r"seeds: expected one or more numbers from 0 on, got \[\]"),
         (("seeds = [4, 2]", "seeds = [1, 1]"), "seeds: 1 is there twice"),
-        (('"mnist"', '"cifar"'), "unknown dataset 'cifar'; available: mnist"),
-        (('"mlp"', '"vit"'), "unknown model 'vit'; available: cnn, mlp"),
+        (('"mnist"', '"cifar"'), "unknown dataset 'cifar'; available: fashion, imu, mnist, shakespeare"),
+        (('"mlp"', '"vit"'), "unknown model 'vit'; available: cnn, gru, imu-cnn, mlp"),
         (('"mlp"', '""'), "model: expected a text, got ''"),
         (('model = "mlp"', ""), "key 'model' is missing"),
+        (('"mlp"', '"gru"'), "unknown dataset for model 'gru' 'mnist'; available: shakespeare"),
+        (("alpha = 1", "momentum = 1"), "momentum: expected a number from 0 to below 1, got 1.0"),
+        (("alpha = 1", "clip_norm = 0"), "clip_norm: expected a number above 0, got 0.0"),
+        (("alpha = 1", "clip_norm = nan"), "clip_norm: expected a number above 0, got nan"),
+        (("alpha = 1", "last = 0"), "last: expected at least 1, got 0"),
         (("[[methods]]", "[methods]"), "methods: expected a list of tables, got"),
         (("[[methods]]", "[[ways]]"), "unknown key 'ways'"),
         (('name = "plain"', ""), "methods, entry 1: key 'name' is missing"),
@@ -90,7 +102,7 @@ def test_integers_serve_as_numbers_and_the_rest_has_defaults() -> None:
         (('"float32"', '"float23"'), "methods, entry 1: unknown codec 'float23'; known: .*sign"),
         (('"float32"', '"float32"\nfeedback = "x"'), "unknown feedback 'x'; known: none"),
         (('"float32"', '"float32"\n[[methods]]\nname="plain"\ncodec="sign"'), "methods: 'plain' is there twice"),
-        (("alpha = 1", 'partition = "x"'), "unknown partition 'x'; available: dirichlet, iid"),
+        (("alpha = 1", 'partition = "x"'), "unknown partition 'x'; available: dirichlet, iid, natural"),
         (("alpha = 1", 'strategy = "x"'), "unknown strategy 'x'; available: fedadagrad, fedadam, fedavg"),
         (("alpha = 1", "strategy_options = 1"), "strategy_options: expected a table of numbers, got 1"),
         (("alpha = 1", 'strategy_options = {eta = "x"}'), "strategy_options.eta: expected a number, got 'x'"),
@@ -118,7 +130,9 @@ def test_error_feedback_is_refused_where_it_diverges() -> None:
 
 
 def test_unknown_experiments_list_the_shipped_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown experiment 'cifar'.*mnist-cnn, mnist-feedback, mnist-mlp"):
+    with pytest.raises(
+        ConfigError, match=r"unknown experiment 'cifar'.*budgets-imu-cnn.*mnist-cnn, mnist-feedback, mnist-mlp"
+    ):
         load_experiment("cifar")
     (tmp_path / "latin.toml").write_bytes(b"# \xe9")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -137,7 +151,7 @@ def test_codecs_as_text_replace_the_methods() -> None:
 
 
 def test_names_agree_with_what_exists() -> None:
-    assert models.available() == MODELS
+    assert models.available() == tuple(MODELS)
     assert set(apps.STRATEGIES) == set(STRATEGIES)
     for name, options in STRATEGIES.items():
         changed = replace(parse(SMALL), strategy=name, strategy_options=dict.fromkeys(options, 0.5))
@@ -157,7 +171,7 @@ def test_mnist_is_split_once_and_read_only() -> None:
     assert np.bincount(np.concatenate([data.train_y, data.test_y])).tolist() == [500] * 10
     with pytest.raises(ValueError, match="read-only"):
         data.train_x[0, 0] = 1
-    with pytest.raises(ConfigError, match="unknown dataset 'x'; available: mnist"):
+    with pytest.raises(ConfigError, match="unknown dataset 'x'; available: fashion, imu, mnist, shakespeare"):
         datasets.load("x")
 
 
@@ -179,7 +193,7 @@ def test_models_have_the_documented_size_and_start() -> None:
     assert np.array_equal(mlp["hidden.weight"], rng.normal(0, (2 / 784) ** 0.5, (784, 64)).T.astype(np.float32))
     assert np.array_equal(mlp["output.weight"], rng.normal(0, 1 / 8, (64, 10)).T.astype(np.float32))
     assert not mlp["hidden.bias"].any()
-    with pytest.raises(ConfigError, match="unknown model 'x'; available: cnn, mlp"):
+    with pytest.raises(ConfigError, match="unknown model 'x'; available: cnn, gru, imu-cnn, mlp"):
         models.initial_arrays("x", 0)
 
 

@@ -4,8 +4,9 @@ Whatever is random hangs on the seed, the round and the partition id, never on n
 which clients run. So every engine trains the same model, and every method of a seed sees the same batches.
 """
 
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,6 +26,8 @@ from fedcomp_simulations import datasets, models
 from fedcomp_simulations.experiment import Experiment, Method
 from fedcomp_simulations.partition import partition
 from fedcomp_strategies import Compressed, RoundTraffic
+
+EVALUATED_AT_ONCE = 250  # samples: larger batches leave the cache
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "fedadagrad": FedAdagrad,
@@ -50,7 +53,7 @@ OnRound = Callable[[RoundOutcome], None]
 
 
 def client_app(experiment: Experiment, seed: int, mod: Mod) -> ClientApp:
-    """Make the ClientApp of an experiment: plain SGD on the samples of its partition, below the given mod."""
+    """Make the ClientApp of an experiment: SGD on the samples of its partition, below the given mod."""
     app = ClientApp(mods=[mod])
     app.train()(_Training(experiment, seed))
     return app
@@ -72,7 +75,7 @@ def server_app(experiment: Experiment, method: Method, seed: int, on_round: OnRo
             device="cpu",
             seed=seed,
         )
-        evaluate = _Evaluation(experiment, strategy, on_round)
+        evaluate = _Evaluation(experiment, seed, strategy, on_round)
         run_strategy(strategy, experiment, seed, grid, evaluate)
 
     app.main()(main)
@@ -139,41 +142,61 @@ class _Evaluation:
     """The server's own evaluation of the global model on the test samples, after every round."""
 
     experiment: Experiment
+    seed: int
     strategy: Compressed
     on_round: OnRound
 
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         if server_round == 0:  # the untrained model
             return None
-        accuracy = accuracy_of(self.experiment, arrays)
+        accuracy = accuracy_of(self.experiment, self.seed, arrays)
         self.on_round(RoundOutcome(server_round, accuracy, arrays, tuple(self.strategy.traffic)))
         return MetricRecord({"accuracy": accuracy})
 
 
-def accuracy_of(experiment: Experiment, arrays: ArrayRecord) -> float:
-    """Return the share of test samples that the model classifies correctly."""
-    x, y = _test_samples(experiment.dataset)
+def accuracy_of(experiment: Experiment, seed: int, arrays: ArrayRecord) -> float:
+    """Return the share of test samples, or of all their positions, that the model classifies correctly."""
+    x, y = _test_samples(experiment.dataset, seed)
+    model = _model(experiment, arrays)
+    correct = 0
     with torch.inference_mode():
-        predicted = _model(experiment, arrays)(x).argmax(dim=1)
-    return int((predicted == y).sum()) / len(y)
+        for start in range(0, len(y), EVALUATED_AT_ONCE):
+            batch = slice(start, start + EVALUATED_AT_ONCE)
+            correct += int((model(x[batch]).argmax(dim=-1) == y[batch]).sum())
+    return correct / y.numel()
 
 
 def _train(model: torch.nn.Module, x: Tensor, y: Tensor, experiment: Experiment, rng: np.random.Generator) -> float:
-    """Run plain SGD in place and return the mean loss of the last epoch."""
+    """Run SGD in place and return the mean loss of the last epoch; momentum is PyTorch's, v = momentum v + gradient."""
     weights = list(model.parameters())
+    velocities = [torch.zeros_like(weight) for weight in weights] if experiment.momentum else []
     loss_sum = 0.0
     for _ in range(experiment.local_epochs):
         loss_sum = 0.0
         order = rng.permutation(len(y))
         for start in range(0, len(y), experiment.batch):
             batch = torch.from_numpy(order[start : start + experiment.batch])
-            loss = functional.cross_entropy(model(x[batch]), y[batch])
-            gradients = torch.autograd.grad(loss, weights)
+            scores = model(x[batch])  # (batch, classes) or (batch, positions, classes)
+            loss = functional.cross_entropy(scores.flatten(0, -2), y[batch].flatten())
+            steps = torch.autograd.grad(loss, weights)
+            _clip(steps, experiment.clip_norm)
             with torch.no_grad():
-                for weight, gradient in zip(weights, gradients, strict=True):
-                    weight.sub_(gradient, alpha=experiment.lr)
+                for velocity, step in zip(velocities, steps, strict=False):
+                    velocity.mul_(experiment.momentum).add_(step)
+                for weight, step in zip(weights, velocities or steps, strict=True):
+                    weight.sub_(step, alpha=experiment.lr)
             loss_sum += loss.item() * len(batch)
     return loss_sum / len(y)
+
+
+def _clip(gradients: Sequence[Tensor], limit: float) -> None:
+    """Scale the gradients in place so that their common norm is at most `limit`."""
+    if limit == math.inf:
+        return
+    norm = float(torch.nn.utils.get_total_norm(gradients))
+    if norm > limit:
+        for gradient in gradients:
+            gradient.mul_(limit / norm)
 
 
 def _partition_id(context: Context, clients: int) -> int:
@@ -205,12 +228,14 @@ def _split(
     dataset: str, kind: str, clients: int, alpha: float, min_samples: int, seed: int
 ) -> list[tuple[Tensor, Tensor]]:
     """Cut the training samples into one pair of tensors for each client."""
-    data = datasets.load(dataset)
-    parts = partition(kind, data.train_y, clients, alpha=alpha, min_samples=min_samples, seed=seed)
+    data = datasets.load(dataset, seed)
+    parts = partition(
+        kind, data.train_y, clients, alpha=alpha, min_samples=min_samples, seed=seed, owners=data.train_owner
+    )
     return [(torch.from_numpy(data.train_x[own]), torch.from_numpy(data.train_y[own])) for own in parts]
 
 
 @lru_cache(maxsize=1)
-def _test_samples(dataset: str) -> tuple[Tensor, Tensor]:
-    data = datasets.load(dataset)
+def _test_samples(dataset: str, seed: int) -> tuple[Tensor, Tensor]:
+    data = datasets.load(dataset, seed)
     return torch.from_numpy(data.test_x.copy()), torch.from_numpy(data.test_y.copy())  # copies are writable

@@ -25,7 +25,12 @@ from fedcomp.feedback import feedbacks
 from fedcomp.plan import as_plan
 from fedcomp_simulations import datasets, partition
 
-MODELS = ("cnn", "mlp")
+MODELS: dict[str, tuple[str, ...]] = {  # and the data sets each of them takes
+    "cnn": ("fashion", "mnist"),
+    "gru": ("shakespeare",),
+    "imu-cnn": ("imu",),
+    "mlp": ("fashion", "mnist"),
+}
 STRATEGIES: dict[str, tuple[str, ...]] = {  # and the options each of them takes
     "fedadagrad": ("eta", "tau"),
     "fedadam": ("eta", "beta_1", "beta_2", "tau"),
@@ -83,7 +88,14 @@ class Method:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One training task and the methods to compare on it."""
+    """One training task and the methods to compare on it.
+
+    Attributes:
+        partition: "dirichlet" (by `alpha`), "iid", or "natural" where the data say whose each sample is.
+        momentum: of the clients' SGD; its velocity starts at 0 in every round.
+        clip_norm: bound on the norm of every batch's gradient, all tensors together.
+        last: evaluations whose mean is the final accuracy: one alone swings by a point.
+    """
 
     name: str
     dataset: str
@@ -99,20 +111,28 @@ class Experiment:
     local_epochs: int = 1
     batch: int = 20
     lr: float = 0.1
+    momentum: float = 0.0
+    clip_norm: float = math.inf
+    last: int = 10
     strategy: str = "fedavg"
     strategy_options: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _one_of("dataset", self.dataset, datasets.available())
-        _one_of("model", self.model, MODELS)
+        _one_of("model", self.model, tuple(MODELS))
+        _one_of(f"dataset for model {self.model!r}", self.dataset, MODELS[self.model])
         _one_of("partition", self.partition, partition.kinds())
         _check_strategy(self.strategy, self.strategy_options)
-        for key in ("clients", "clients_per_round", "min_samples", "rounds", "local_epochs", "batch"):
+        for key in ("clients", "clients_per_round", "min_samples", "rounds", "local_epochs", "batch", "last"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"{key}: expected at least 1, got {getattr(self, key)}")
         for key in ("alpha", "lr"):
             if not 0 < getattr(self, key) < math.inf:
                 raise ConfigError(f"{key}: expected a finite number above 0, got {getattr(self, key)}")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum: expected a number from 0 to below 1, got {self.momentum}")
+        if not self.clip_norm > 0:
+            raise ConfigError(f"clip_norm: expected a number above 0, got {self.clip_norm}")
         if self.clients_per_round > self.clients:
             raise ConfigError(f"clients_per_round: {self.clients_per_round} is more than clients, {self.clients}")
         if min(self.seeds, default=-1) < 0:

@@ -1,4 +1,7 @@
-"""Who holds which samples: each goes to exactly one client, and no client gets less than `min_samples`."""
+"""Who holds which samples: each goes to exactly one client, and no client gets less than `min_samples`.
+
+Schemes: `iid`, `dirichlet`, and `natural`, by which a client holds what is its own in the data.
+"""
 
 from collections.abc import Callable
 
@@ -11,10 +14,24 @@ Labels = NDArray[np.int64]
 Indices = NDArray[np.int64]
 
 
-def partition(kind: str, labels: Labels, clients: int, *, alpha: float, min_samples: int, seed: int) -> list[Indices]:
-    """Split the samples among the clients by the named scheme; the same arguments give the same split."""
-    if kind not in _KINDS:
+def partition(
+    kind: str,
+    labels: Labels,
+    clients: int,
+    *,
+    alpha: float,
+    min_samples: int,
+    seed: int,
+    owners: NDArray[np.int64] | None = None,
+) -> list[Indices]:
+    """Split the samples among the clients by the named scheme; the same arguments give the same split.
+
+    `owners`, `(samples,)`, is what `natural` goes by. Raises ConfigError if the samples cannot be split like this.
+    """
+    if kind not in kinds():
         raise ConfigError(f"unknown partition {kind!r}; available: {', '.join(kinds())}")
+    if kind == "natural":
+        return _natural(owners, clients, min_samples)
     if not alpha > 0:
         raise ConfigError(f"alpha: expected a number above 0, got {alpha}")
     if clients * min_samples > len(labels):
@@ -28,7 +45,19 @@ def partition(kind: str, labels: Labels, clients: int, *, alpha: float, min_samp
 
 def kinds() -> tuple[str, ...]:
     """Names that `partition` knows."""
-    return tuple(sorted(_KINDS))
+    return (*sorted(_KINDS), "natural")
+
+
+def _natural(owners: NDArray[np.int64] | None, clients: int, min_samples: int) -> list[Indices]:
+    """Give every client the samples of one owner; nobody is topped up, as that would mix owners."""
+    if owners is None:
+        raise ConfigError("partition 'natural': this dataset does not say whose its samples are; use dirichlet or iid")
+    sizes = np.bincount(owners)
+    if len(sizes) != clients:
+        raise ConfigError(f"partition 'natural': the dataset has {len(sizes)} owners; set clients = {len(sizes)}")
+    if sizes.min() < min_samples:
+        raise ConfigError(f"min_samples: an owner has only {sizes.min()} samples, less than {min_samples}; lower it")
+    return [np.flatnonzero(owners == owner) for owner in range(clients)]
 
 
 def _iid(labels: Labels, clients: int, alpha: float, rng: np.random.Generator) -> list[Indices]:
@@ -39,6 +68,8 @@ def _iid(labels: Labels, clients: int, alpha: float, rng: np.random.Generator) -
 
 def _dirichlet(labels: Labels, clients: int, alpha: float, rng: np.random.Generator) -> list[Indices]:
     """Cut each class by its own Dirichlet(alpha) shares (Hsu et al. 2019, arXiv:1909.06335)."""
+    if labels.ndim > 1:
+        raise ConfigError("partition 'dirichlet': every sample of this dataset has many labels; use natural or iid")
     pieces: list[list[Indices]] = [[] for _ in range(clients)]
     for label in np.unique(labels):
         members = rng.permutation(np.flatnonzero(labels == label))

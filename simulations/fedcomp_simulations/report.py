@@ -9,9 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedcomp.monitor import TensorStats
-from fedcomp_simulations.experiment import Method
-
-LAST = 10  # evaluations behind the final accuracy: one alone swings by a point
+from fedcomp_simulations.experiment import Experiment, Method
 
 
 @dataclass(frozen=True)
@@ -30,11 +28,12 @@ class RunResult:
     warnings: tuple[str, ...] = ()
     stats: tuple[TensorStats, ...] = ()  # of every tensor and upload, if the run was monitored
     messages: int = 0  # train messages to clients
+    last: int = Experiment.last  # evaluations behind the final accuracy
 
     @property
     def accuracy_final(self) -> float:
-        """Mean of the last ten evaluations."""
-        return fmean(accuracy for _, _, accuracy in self.accuracy_curve[-LAST:])
+        """Mean of the last evaluations, as many as `last` says."""
+        return fmean(accuracy for _, _, accuracy in self.accuracy_curve[-self.last :])
 
     @property
     def payload_per_upload(self) -> float:
@@ -120,7 +119,8 @@ def table(results: Results, *, narrow: bool = False) -> Table:
     measured = any(summary.method.uncompressed and summary.payload_per_upload for summary in summaries)
     if not measured:
         columns = {"ratio*" if heading == "ratio" else heading: cells for heading, cells in columns.items()}
-    sheet = Table(title=_title(results), caption=_caption(measured), title_justify="left", caption_justify="left")
+    caption = _caption(min(results.runs[0].last, results.runs[0].rounds), measured)
+    sheet = Table(title=_title(results), caption=caption, title_justify="left", caption_justify="left")
     for heading in columns:
         text = heading in ("method", "codec", "feedback")
         sheet.add_column(heading, justify="left" if text else "right", overflow="fold")
@@ -216,9 +216,10 @@ def _title(results: Results) -> str:
     )
 
 
-def _caption(measured: bool) -> str:
+def _caption(last: int, measured: bool) -> str:
+    evaluations = f"mean of the last {last} evaluations" if last > 1 else "the last evaluation"
     text = (
-        "accuracy: mean of the last ten evaluations, ± standard deviation over seeds\n"
+        f"accuracy: {evaluations}, ± standard deviation over seeds\n"
         "points: mean (lowest, highest) over seeds; uploaded: mean over seeds"
     )
     return text if measured else f"{text}\n* against 4 bytes per parameter, as no float32 run was made"

@@ -121,6 +121,7 @@ def run_one(
         warnings=tuple(warnings),
         stats=tuple(stats),
         messages=ledger.messages,
+        last=experiment.last,
     )
 
 
