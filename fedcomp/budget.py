@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from fedcomp import _validate
 from fedcomp.errors import ConfigError
@@ -24,6 +25,9 @@ _BITS = re.compile(rf"{_NUMBER}\s*(?:bits?|bpp)(?:\s*(?:per|/)\s*parameter)?", r
 _TIME = re.compile(rf"{_NUMBER}\s*(s|min)\s*(?:at|@)\s*{_NUMBER}\s*(k|m|g)?(?:bit/s|bps)", re.IGNORECASE)
 _PERCENT = re.compile(rf"{_NUMBER}\s*%")
 _SHARE = re.compile(rf"1\s*/\s*{_NUMBER}")
+_GROWTH = re.compile(r"(.+?)\s+to\s+(.+?)\s+over\s+(\d+)(?:\s+rounds)?", re.IGNORECASE)
+_GROWN = 1.25  # from one phase of a growing budget to the next
+_SLOPE = 1 / 1.5  # octaves of the step for an octave of bytes
 _LARGEST = 2**50
 _EXAMPLES = '"2 kB", "0.05 bits", "30 s at 20 kbit/s", "1/1000" or "0.1 %"'
 
@@ -73,6 +77,45 @@ class Budget:
         return int(self.amount * parameters / 8 if self.unit == "bits" else self.amount)
 
 
+def phases(given: str | float) -> tuple[tuple[int, str], ...]:
+    """Budgets over rounds as users write them: (first round, budget), from round 1 on. Raises ConfigError.
+
+    A budget alone holds in all rounds. Bars begin others at given rounds. "A to B over N rounds" grows or shrinks by
+    steps of a quarter.
+
+    >>> phases("500 B | 10: 2 kB")
+    ((1, '500 B'), (10, '2 kB'))
+    >>> [(first, int(float(budget.split()[0]))) for first, budget in phases("100 B to 200 B over 40 rounds")]
+    [(1, 100), (11, 125), (21, 158), (31, 200)]
+    """
+    if not isinstance(given, str):
+        given = f"{given} B"
+    if found := _GROWTH.fullmatch(given.strip()):
+        return _growing(Budget.parse(found[1]), Budget.parse(found[2]), int(found[3]))
+    found_phases = []
+    for index, part in enumerate(given.split("|")):
+        first, colon, budget = part.rpartition(":")
+        if (colon and not first.strip().isdigit()) or bool(colon) != bool(index):
+            raise ConfigError(f'budget {given[:80]!r}: expected phases such as "500 B | 10: 2 kB"')
+        Budget.parse(budget)
+        found_phases.append((int(first) if colon else 1, budget.strip()))
+    if any(b[0] <= a[0] for a, b in pairwise(found_phases)):
+        raise ConfigError(f"budget {given[:80]!r}: expected rounds that rise from one phase to the next")
+    return tuple(found_phases)
+
+
+def _growing(first: Budget, last: Budget, rounds: int) -> tuple[tuple[int, str], ...]:
+    if first.unit != last.unit or rounds < 2:
+        raise ConfigError("budget that grows: expected two of the same kind over 2 rounds or more")
+    ratio = last.amount / first.amount
+    count = min(max(round(abs(math.log(ratio)) / math.log(_GROWN)), 1) + 1, rounds)
+    unit = "bits" if first.unit == "bits" else "B"
+    return tuple(
+        (1 + index * rounds // count, f"{first.amount * ratio ** (index / (count - 1))!r} {unit}")
+        for index in range(count)
+    )
+
+
 class RateControl:
     """Chooses each round's step, so that uploads have a given length on average, whatever the updates do.
 
@@ -88,7 +131,7 @@ class RateControl:
     """
 
     GAIN = 0.6
-    """Octaves of the step for an octave of bytes: less than what would hit the target if it stood still."""
+    """Octaves of the step for an octave of bytes, a little less than would hit the target if it stood still."""
 
     HORIZON = 8
     """Rounds over which the bytes spent too much or too little are paid back."""
@@ -100,7 +143,14 @@ class RateControl:
         self.target, self.fixed = target, min(fixed, 0.9 * target)
         self.step = 0.0
         self._saved = 0.0
-        self._rounds = 0
+
+    def aim(self, target: float, fixed: float) -> None:
+        """Change what to keep to, such as in the next phase of a schedule."""
+        if (target, min(fixed, 0.9 * target)) == (self.target, self.fixed):
+            return
+        before = self.target - self.fixed
+        self.target, self.fixed = target, min(fixed, 0.9 * target)
+        self.step *= (before / (self.target - self.fixed)) ** _SLOPE
 
     def observe(self, sizes: Sequence[int], steps: Sequence[float]) -> None:
         """Take in the lengths in bytes of a round's uploads, and the steps of weight 1 that they stand for.
@@ -114,7 +164,6 @@ class RateControl:
         if not self.step:
             self.step = math.exp(math.fsum(map(math.log, known)) / len(known))
             return
-        self._rounds += 1
         self._saved += self.target - spent
         wanted = self.target + self._saved / self.HORIZON
         wanted = min(max(wanted - self.fixed, (self.target - self.fixed) / self._MOST), self._MOST * self.target)

@@ -206,6 +206,11 @@ class Codec(ABC):
         del upload
         return self
 
+    def level(self, parts: Parts, layout: Layout) -> float:
+        """Of a codec with a limit: the step that these parts were coded at, see RateControl. Default: 0, none."""
+        del parts, layout
+        return 0.0
+
     def adapt(self, update: Vector, layout: Layout, rng: np.random.Generator) -> "Codec":
         """The codec a server should ask for next, having seen the last mean update (layout.size,). Default: itself."""
         return self

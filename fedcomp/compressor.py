@@ -25,6 +25,11 @@ def generator(seed: int, round: int, node: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, round, node))))
 
 
+def cohort_seed(seed: int, round: int) -> int:
+    """Seed of what all clients of a round share."""
+    return int(np.random.SeedSequence((seed, round)).generate_state(1, np.uint64)[0])
+
+
 @dataclass(frozen=True)
 class CompressedUpdate:
     """A compressed update.

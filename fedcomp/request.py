@@ -29,9 +29,12 @@ ACK = "fedcomp-ack"
 ACKS = "fedcomp-acks"
 """For nodes without one: [number, round, ...] of clients that are gone and may be back as this node."""
 
+PLACE = "fedcomp-place"
+"""This client's place among all of the round, in [0, 1): for rounding up where others round down."""
+
 _VERSION = 1
 _KEYS = {"v", "plan", "feedback", "round", "seed", "session"}
-_OPTIONAL = {"norm"}  # not written unless asked for, so that older clients can read the others
+_OPTIONAL = {"norm", "weight"}  # not written unless asked for, so that older clients can read the others
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Request:
         feedback: what makes up for losses.
         seed: feeds all randomness.
         session: names this training; what feedback remembers from another one does not count.
+        weight: metric of the reply that says what the update weighs, for codecs that share bytes out by it; "": all
+            weigh alike. Clients of a fedcomp without this reply plainly too.
         norm: whether the frame is to note the length of the update. Clients of a fedcomp without this reply plainly.
     """
 
@@ -51,6 +56,7 @@ class Request:
     seed: int = 0
     session: str = "0"
     norm: bool = False
+    weight: str = ""
 
     def __post_init__(self) -> None:
         _validate.instance(kind=Plan, plan=self.plan)
@@ -59,6 +65,7 @@ class Request:
         _validate.integer(low=0, seed=self.seed)
         _validate.instance(kind=str, session=self.session)
         _validate.flag(norm=self.norm)
+        _validate.instance(kind=str, weight=self.weight)
         if not self.session.isalnum() or len(self.session) > 32:  # it becomes a part of file names
             raise ConfigError(f"session: expected up to 32 letters and digits, got {self.session[:40]!r}")
 
@@ -66,6 +73,7 @@ class Request:
         """The request as compact JSON."""
         told = {"v": _VERSION, "plan": self.plan.to_config(), "feedback": str(self.feedback), "round": self.round}
         told |= {"seed": self.seed, "session": self.session} | ({"norm": True} if self.norm else {})
+        told |= {"weight": self.weight} if self.weight else {}
         return json.dumps(told, separators=(",", ":"))
 
     @classmethod
@@ -82,7 +90,8 @@ class Request:
         if told.keys() - _OPTIONAL != _KEYS:
             raise ConfigError(f"request: expected the keys {sorted(_KEYS)}, got {sorted(told)}")
         plan, feedback = Plan.from_config(told["plan"]), as_feedback(told["feedback"])
-        return cls(plan, told["round"], feedback, told["seed"], told["session"], told.get("norm", False))
+        rest = {key: told[key] for key in _OPTIONAL & told.keys()}
+        return cls(plan, told["round"], feedback, told["seed"], told["session"], **rest)
 
 
 class Serialized(Protocol):

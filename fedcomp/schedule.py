@@ -9,7 +9,9 @@ from itertools import pairwise
 from typing import Any
 
 from fedcomp import _validate
+from fedcomp.budget import phases as budgets
 from fedcomp.codec import Codec, parse_codec
+from fedcomp.codecs.auto import Auto
 from fedcomp.codecs.identity import Identity
 from fedcomp.errors import ConfigError
 from fedcomp.plan import Plan, as_plan
@@ -78,6 +80,23 @@ class Schedule:
         """The same with these settings in every plan, see Plan. Raises ConfigError for impossible ones."""
         settings: dict[str, Any] = {"gentle_share": gentle_share, "min_size": min_size}
         return replace(self, phases=tuple((first, replace(plan, **settings)) for first, plan in self.phases))
+
+    def with_budget(self, budget: str | float) -> "Schedule":
+        """The same with this budget wherever `auto` has none; see budget.phases for budgets over the rounds.
+
+        Raises ConfigError for a budget that cannot be read, or that nothing in the schedule can use.
+        """
+        if not any(isinstance(plan.codec, Auto) and not plan.codec.budget for _, plan in self.phases):
+            raise ConfigError(f"budget {budget!r}: expected an uplink of auto without a budget of its own")
+        given = budgets(budget)
+        phases = []
+        for first in sorted({first for first, _ in [*self.phases, *given]}):
+            plan = next(plan for begin, plan in reversed(self.phases) if begin <= first)
+            text = next(text for begin, text in reversed(given) if begin <= first)
+            if isinstance(plan.codec, Auto) and not plan.codec.budget:
+                plan = replace(plan, codec=replace(plan.codec, budget=text))
+            phases.append((first, plan))
+        return replace(self, phases=tuple(phases))
 
     def plan(self, round: int) -> Plan:
         """The plan of a round, 1 being the first."""

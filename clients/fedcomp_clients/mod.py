@@ -5,6 +5,7 @@ update is what gets compressed).
 """
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -12,11 +13,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.clientapp.typing import ClientAppCallable
 
 from fedcomp import CompressedUpdate, ConfigError, Layout, LayoutError, Memory, compress, decompress, generator
+from fedcomp.compressor import cohort_seed
 from fedcomp.feedback import EMPTY
 from fedcomp.feedback.cafe import blank
 from fedcomp.feedback.stored import memory_layout
 from fedcomp.monitor import Monitor, Sink
-from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, STYPE, Request, has_floats
+from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, PLACE, STYPE, Request, has_floats
 from fedcomp_clients.downlink import FileModelCache, ModelCache, Received, receive
 from fedcomp_clients.state import FileStore, StateStore
 
@@ -59,7 +61,7 @@ class CompressMod:
             return reply
         key, trained = next(iter(reply.content.array_records.items()))
         try:
-            frame = self._compress(base, trained, told, received, context)
+            frame = self._compress(base, trained, told, received, context, _weight(reply, told.request.weight))
         except LayoutError as error:
             log.warning("update sent uncompressed: %s", error)
             return reply
@@ -85,6 +87,7 @@ class CompressMod:
         told: "_Told",
         received: Received | None,
         context: Context,
+        weight: float,
     ) -> bytes:
         name, number = _node(context)
         request = told.request
@@ -104,6 +107,8 @@ class CompressMod:
             number=number if remembers and told.ack is None and _partition(context) is not None else None,
             unkept=received is not None and received.unkept,
             measured=request.norm,
+            weight=weight,
+            dither=None if told.place is None else (cohort_seed(request.seed, request.round), told.place),
         )
         if self.monitor is not None:
             decoded = decompress(update.frame, start, plan=request.plan)
@@ -139,11 +144,13 @@ class _Told:
         request: what it asks for.
         ack: the last round in which it used an upload of this node; 0: none; None: it does not know this node.
         acks: the same by number, for clients that are gone and may be back as this node.
+        place: of this client among those of the round, in [0, 1); None: not told.
     """
 
     request: Request
     ack: int | None
     acks: dict[int, int]
+    place: float | None
 
     @classmethod
     def of(cls, message: Message) -> "_Told | None":
@@ -154,12 +161,21 @@ class _Told:
             if request is not None:
                 numbers = [int(number) for number in listed] if isinstance(listed, list) else []
                 acks = dict(zip(numbers[::2], numbers[1::2], strict=False))
-                return cls(request, ack if isinstance(ack, int) else None, acks)
+                place = config.get(PLACE)
+                at = place if isinstance(place, float) and 0 <= place < 1 else None
+                return cls(request, ack if isinstance(ack, int) else None, acks, at)
         return None
 
     def used(self, number: int) -> int:
         """The round of the last upload that the server used of the client with this number; 0: none."""
         return self.acks.get(number, 0) if self.ack is None else self.ack
+
+
+def _weight(reply: Message, key: str) -> float:
+    """What the reply weighs by its metric of that name; 1 if there is no such number."""
+    found = [record[key] for record in reply.content.metric_records.values() if key in record]
+    weight = found[0] if found else 1.0
+    return float(weight) if isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0 else 1.0
 
 
 def _training(request: Request, context: Context) -> str:

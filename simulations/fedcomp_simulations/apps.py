@@ -68,8 +68,12 @@ def server_app(experiment: Experiment, method: Method, seed: int, on_round: OnRo
         _samples(experiment, seed)  # data that cannot be had must end the run here, not fail every client
         strategy = Compressed(
             make_strategy(experiment, method),
-            uplink=method.uplink,
+            uplink="auto" if method.codec.strip() == "auto" else method.uplink,
+            budget=method.budget or None,
+            shared=method.shared,
             feedback=method.feedback,
+            norm_cap="auto" if method.norm_cap == 0 else None if method.norm_cap < 0 else method.norm_cap,
+            average=method.average,
             downlink=method.downlink,
             mixed_fleet=False,
             device="cpu",

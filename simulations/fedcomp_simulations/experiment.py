@@ -50,6 +50,9 @@ class Method:
         feedback: what makes up for losses, as text.
         gentle_share, min_size: what becomes of small tensors, see fedcomp.Plan.
         downlink: "pack", "plain", or the codec of the global model's differences.
+        budget, shared: of the codec "auto", see fedcomp_strategies.Compressed; budget "": none.
+        norm_cap: see there; 0: what suits "auto", else none; below 0: none.
+        average: see there.
         strategy, strategy_options: in the place of the experiment's, such as FedAvgM as the twin of a feedback with
             momentum; "": the experiment's.
     """
@@ -62,11 +65,18 @@ class Method:
     downlink: str = "pack"
     strategy: str = ""
     strategy_options: Mapping[str, float] = field(default_factory=dict, hash=False)
+    budget: str = ""
+    shared: bool = True
+    norm_cap: float = 0.0
+    average: float = 0.0
 
     def __post_init__(self) -> None:
-        feedback = as_feedback(self.feedback)
-        for plan in self.uplink.plans():
-            feedback.check(plan)
+        if self.budget:
+            self.uplink.with_budget(self.budget)
+        if self.feedback != "auto":
+            feedback = as_feedback(self.feedback)
+            for plan in self.uplink.plans():
+                feedback.check(plan)
         if self.downlink not in ("pack", "plain"):
             as_plan(self.downlink)
         if self.strategy:
@@ -83,7 +93,7 @@ class Method:
     def uncompressed(self) -> bool:
         """Whether this is the plain float32 upload that others are compared with."""
         plain = self.feedback == "none" and self.downlink in ("pack", "plain") and not self.strategy
-        return plain and self.uplink == Schedule.parse("float32")
+        return plain and not self.average and self.uplink == Schedule.parse("float32")
 
 
 @dataclass(frozen=True)
@@ -219,7 +229,7 @@ def _convert(key: str, value: Any, expected: Any) -> Any:
     """Return the value as the type of its field; TOML's integers serve as floats, its booleans as nothing."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     whole = number and isinstance(value, int)
-    if expected is int and whole:
+    if (expected is int and whole) or (expected is bool and isinstance(value, bool)):
         return value
     if (
         expected is float and number and not (whole and abs(value) > 1e300)
@@ -237,6 +247,7 @@ def _convert(key: str, value: Any, expected: Any) -> Any:
 
 
 _WORDS: dict[Any, str] = {
+    bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "a text",

@@ -43,6 +43,7 @@ class Mean:
         weight: sum of the weights of the replies that were used. 0: updates are zero, and nothing is verbatim.
         tables: of each bucket whose sketches were added instead, by its place in plan.buckets: the mean table, flat.
         contents: of each frame that was used, by node, what it said besides parts and verbatim values.
+        levels: of each of these the step that it was coded at, see `level_of`.
         failed: why the other replies were left out, by node.
     """
 
@@ -53,6 +54,7 @@ class Mean:
     weight: float
     tables: dict[int, Vector]
     contents: dict[int, Contents]
+    levels: dict[int, float]
     failed: dict[int, FedcompError]
 
     def model(self, base: Arrays, integers: str = "mean") -> dict[str, Array]:
@@ -201,6 +203,7 @@ class Aggregator:
         scale = math.ldexp(1.0, min(-math.frexp(everything)[1], 1000))
         sums = [_BucketSum(bucket, self._device, self._tables) for bucket in self.buckets]
         values, contents, suspects = _Values(), dict[int, Contents](), list[int]()
+        levels: dict[int, float] = {}
         for node in sorted(self._replies.keys() - failed.keys()):
             weight, content = self._replies[node]
             try:
@@ -213,6 +216,7 @@ class Aggregator:
             if any(bound > limit for bound, limit in zip(bounds, self._limits(opened.layout), strict=True)):
                 suspects.append(node)
             if (said := opened if isinstance(opened, Contents) else opened.contents) is not None:
+                levels[node] = level_of(said)
                 contents[node] = replace(said, parts=[], verbatim={})
         for shift, weight in self._shared_shifts(failed):
             for bucket in sums:
@@ -230,6 +234,7 @@ class Aggregator:
             weight=used,
             tables={index: mean for index, mean in enumerate(means) if sums[index].raw},
             contents=contents,
+            levels=levels,
             failed=failed,
         )
         return mean, suspects
@@ -288,6 +293,12 @@ class Aggregator:
             if node in self._replies and node not in failed:
                 found.setdefault(id(update), (update, []))[1].append(weight)
         return [(update, math.fsum(weights)) for update, weights in found.values()]
+
+
+def level_of(contents: Contents) -> float:
+    """The step that a codec with a budget has coded a frame at; 0 if there is none."""
+    buckets = zip(contents.plan.buckets(contents.layout), contents.parts, strict=True)
+    return max((bucket.codec.level(parts, bucket.layout) for bucket, parts in buckets), default=0.0)
 
 
 # --- sums ------------------------------------------------------------------------------------------------------------

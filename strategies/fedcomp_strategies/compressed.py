@@ -18,6 +18,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Result, Strategy
 
 from fedcomp import (
+    Auto,
     CAFe,
     Codec,
     ConfigError,
@@ -36,7 +37,7 @@ from fedcomp.compressor import apply
 from fedcomp.device import resolve
 from fedcomp.layout import Layout, Vector, check_finite, check_same_tensors
 from fedcomp.monitor import Monitor, Sink
-from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, Request, has_floats
+from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, PLACE, Request, has_floats
 from fedcomp.schedule import Schedule, as_schedule
 from fedcomp_strategies.acks import Acknowledgements
 from fedcomp_strategies.aggregator import Aggregator, Mean
@@ -44,6 +45,7 @@ from fedcomp_strategies.averaging import averaged_reply, averages, ignores_weigh
 from fedcomp_strategies.downlink import Downlink
 from fedcomp_strategies.feedback import SERVER, ServerFeedback
 from fedcomp_strategies.guards import MovingAverage, capped
+from fedcomp_strategies.rates import LEAST_BITS, Rates, choose
 from fedcomp_strategies.records import (
     Model,
     copies,
@@ -112,6 +114,7 @@ class _Outcome:
         arrays, metrics: of the inner strategy.
         update: the mean update of the coded tensors, if feedback wants to see it and it was computed.
         counted: nodes whose replies have had an influence on the model.
+        levels: by node, the steps at which frames were coded, where codecs have some.
     """
 
     replies: list[Reply]
@@ -119,6 +122,7 @@ class _Outcome:
     metrics: MetricRecord | None = None
     update: Mapping[str, Vector] | None = None
     counted: Collection[int] = ()
+    levels: Mapping[int, float] = field(default_factory=dict)
 
 
 class Compressed(Strategy):
@@ -130,9 +134,16 @@ class Compressed(Strategy):
     Args:
         strategy: the strategy to wrap.
         uplink: what clients do with their updates: a codec, its text such as ``"topk(0.01, values=uniform(8))"``, or
-            a Plan, or a Schedule of them over the rounds.
+            a Plan, or a Schedule of them over the rounds. "auto", with a budget: the codec and all that is left to
+            "auto" below are chosen for the model, see `rates`; the log says what and why.
+        budget: bytes of an upload for `auto` in the uplink: "2 kB", "0.05 bits" (per parameter), "30 s at 20 kbit/s",
+            "1/1000" (of float32), a number of bytes, or several over the rounds: "500 B | 10: 2 kB",
+            "60 B to 640 B over 50 rounds".
+        shared: whether the budget is what uploads have on average: clients of large weight send more, up to four times
+            it, which is the better use of as many bytes. If not, or under strategies that do not average, no upload is
+            longer than the budget.
         feedback: what makes up for losses: "none", "ef", "cafe", "dgc", "fetchsgd", "ef21", with arguments as in
-            ``"cafe(beta=0.8)"``.
+            ``"cafe(beta=0.8)"``. "auto": none, unless the uplink is "auto".
         downlink: "pack": the model travels as one array without loss, to clients known to understand it; a codec, its
             text or a Plan: as compressed differences, with error feedback at the server; "plain": as the inner strategy
             sends it.
@@ -147,7 +158,8 @@ class Compressed(Strategy):
             the inner strategy gets it; longer ones are scaled down. Clients note the lengths in their frames (2 bytes).
             For unbiased codecs far below one bit: at 1 or above no mean of exact updates is ever touched. Lower:
             shorter, safer steps. What is cut off is lost, also under `ef`; `dgc`, whose steps are meant to be longer
-            than the updates, wants a higher one. Only under strategies that average. None: no cap.
+            than the updates, wants a higher one. Only under strategies that average. None: no cap. "auto": none, unless
+            the uplink is "auto".
         average: decay of a moving average of the models of all rounds, above 0 to 0.999; 0: none. Larger: less noise,
             further behind. Training goes on with the newest model; what is evaluated, and returned by `start`, is the
             average.
@@ -155,7 +167,8 @@ class Compressed(Strategy):
     Attributes:
         traffic: one RoundTraffic a train round.
 
-    Raises ConfigError for an unknown codec or feedback, or for one that diverges around the codec.
+    Raises ConfigError for an unknown codec or feedback, or for one that diverges around the codec. A budget that is too
+    small for the model ends the first round with BudgetError, which tells the smallest that works.
     """
 
     def __init__(
@@ -163,27 +176,35 @@ class Compressed(Strategy):
         strategy: Strategy,
         uplink: Schedule | Plan | Codec | str,
         *,
-        feedback: Feedback | str = "none",
+        budget: str | float | None = None,
+        shared: bool = True,
+        feedback: Feedback | str = "auto",
         downlink: Plan | Codec | str = "pack",
         mixed_fleet: bool = True,
         device: str = "auto",
         integers: str = "mean",
         seed: int = 0,
         monitor: Sink | None = None,
-        norm_cap: float | None = None,
+        norm_cap: float | str | None = "auto",
         average: float = 0.0,
     ) -> None:
         _validate.one_of(choices=("mean", "max"), integers=integers)
         _validate.flag(mixed_fleet=mixed_fleet)
+        _validate.flag(shared=shared)
         self.strategy = strategy
         self.traffic: list[RoundTraffic] = []
         self.monitor = monitor
         self.integers = integers
         self.device = resolve(device)
         self._mixed = mixed_fleet
-        self._schedule = as_schedule(uplink)
-        self._feedback = ServerFeedback(as_feedback(feedback), seed)
+        self._left_open = isinstance(uplink, str) and uplink.strip() == "auto"
+        self._wanted = None if feedback == "auto" else as_feedback(feedback)
+        self._wanted_cap = norm_cap
+        self._schedule = _with_budget(as_schedule(uplink), budget)
+        self._rates = Rates(shared and averages(strategy))
+        self._feedback = ServerFeedback(self._wanted or NoFeedback(), seed)
         self._downlink = None if downlink == "plain" else Downlink(None if downlink == "pack" else downlink, seed)
+        norm_cap = None if norm_cap == "auto" else norm_cap
         self._norm_cap = None if norm_cap is None else _validate.number(low=0, high=1e6, above=True, norm_cap=norm_cap)
         self._moving = MovingAverage(average) if _validate.number(low=0, high=0.999, average=average) else None
         measured = norm_cap is not None and averages(strategy)
@@ -238,6 +259,7 @@ class Compressed(Strategy):
         self._round: _Round | None = None
         self._uncapped_told = False
         self._feedback.restart()
+        self._rates.restart()
         if self._downlink is not None:
             self._downlink.restart()
         # Brings the moving average, of which nodes keep nothing.
@@ -295,26 +317,70 @@ class Compressed(Strategy):
         if server_round <= self._request.round:  # another training with the same strategy
             self._request = replace(self._request, session=_new_session())
             self._forget_training()
+        messages = list(self.strategy.configure_train(server_round, arrays, config, grid))
         if not self._begun:
             self._begun = True
             self._exact |= integers_in(arrays)
+            self._settle(arrays, len(messages))
         plan = self._feedback.feedback.plan(self._learnt_plan(server_round), server_round)
+        plan = self._announced(plan, arrays)
         self._request = replace(self._request, round=server_round, plan=plan, feedback=self._feedback.feedback)
-        messages = list(self.strategy.configure_train(server_round, arrays, config, grid))
         asked = Counter(message.metadata.dst_node_id for message in messages)
         self._round = _Round(arrays, asked)
         told = self._tell_acks(grid, set(asked))
         models, request = self._models(messages), self._request.to_text()
-        for message in messages:
+        placed = isinstance(plan.codec, Auto) and plan.codec.unbiased
+        for index, message in enumerate(messages):
             records = list(message.content.array_records.values())
             node = message.metadata.dst_node_id
             # Two replies of one node could not be told apart: such nodes reply plainly.
             if len(records) == 1 and asked[node] == 1 and identity(records[0]) in models:
                 self._round.sent[node] = records[0]
-                message.content = _with_config(message.content, {KEY: request, **told.get(node, {})})
+                place = {PLACE: index / len(messages)} if placed else {}
+                message.content = _with_config(message.content, {KEY: request, **place, **told.get(node, {})})
         self._pack(messages, models, server_round, self._downlink, self._feedback.predictor_frame)
         self.traffic.append(RoundTraffic(server_round, messages=len(messages), bytes_down=payload(messages)))
         return messages
+
+    def _settle(self, arrays: ArrayRecord, clients: int) -> None:
+        """Choose what was left to "auto", now that the model is known. Raises ConfigError if it cannot work."""
+        if not self._left_open or not has_floats(arrays):
+            return
+        layout = Layout.of(views(arrays))
+        codec = self._schedule.plan(1).codec
+        bits = 8 * (codec.limit(layout.size) or 0) / max(layout.size, 1)
+        predictors = self._downlink is not None
+        choice = choose(layout, bits, clients, self.strategy, self._wanted, predictors=predictors)
+        self._schedule = replace(
+            self._schedule,
+            phases=tuple((r, replace(p, codec=_biased(p.codec, choice.unbiased))) for r, p in self._schedule.phases),
+        )
+        if self._wanted is None:
+            self._feedback = ServerFeedback(choice.feedback, self._request.seed)
+        if self._wanted_cap == "auto":
+            self._norm_cap = choice.norm_cap
+        measured = self._norm_cap is not None and averages(self.strategy)
+        self._request = replace(self._request, norm=measured)
+        log.info(
+            "auto: %s coding in %.3g bits per parameter, %s, feedback %s, norm cap %s: %s",
+            "unbiased" if choice.unbiased else "biased", bits, "shared by weight" if self._rates.shared else "each",
+            self._feedback.feedback, self._norm_cap, choice.reason,
+        )  # fmt: skip
+        if bits < LEAST_BITS:
+            log.warning(
+                "auto: %.3g bits per parameter are below %g, where accuracy is lost whatever the setting; "
+                "`fedcomp advise` shows what larger budgets bring", bits, LEAST_BITS,
+            )  # fmt: skip
+        self._check(self.strategy)
+
+    def _announced(self, plan: Plan, arrays: ArrayRecord) -> Plan:
+        """The plan with the step that this round's clients code at. Raises BudgetError if the budget is too small."""
+        if not isinstance(plan.codec, Auto) or not has_floats(arrays):
+            return plan
+        key = weight_key(self.strategy) if self._rates.shared else None
+        self._request = replace(self._request, weight=key or "")
+        notes = 2 * self._request.norm + 5 * bool(self._request.feedback.slots)
+        return self._rates.plan(plan, Layout.of(views(arrays)), notes)
 
     def _learnt_plan(self, server_round: int) -> Plan:
         planned = self._schedule.plan(server_round)
@@ -420,6 +486,13 @@ class Compressed(Strategy):
         for node in sent.asked.keys() - {reply.node for reply in outcome.replies if not reply.cause}:
             self._acks.miss(node)
         self._confirm(outcome.replies, sent)
+        good = {reply.node: reply for reply in outcome.replies if reply.node in used and reply.array is not None}
+        self._rates.observe(
+            self._feedback.feedback.plan(self._learnt_plan(server_round), server_round),
+            [len(reply.array.data) for reply in good.values() if reply.array is not None],
+            {node: outcome.levels[node] for node in good if node in outcome.levels},
+            {node: weight_of(reply.message, key) for node, reply in good.items()},
+        )
         self._account(replies, outcome.replies, sent, list(used.values()))
         arrays = outcome.arrays
         if arrays is not None and not is_finite(arrays):
@@ -489,6 +562,7 @@ class Compressed(Strategy):
         model = ArrayRecord({name: Array(values) for name, values in mean.tensors(base, self.integers)})
         update = mean.update if self._feedback.learns else None
         largest = mean.largest if self.integers == "max" else {}
+        levels = mean.levels
         del mean, aggregator  # a model each, which the strategy may need the room of
         messages = [reply.message for reply in good]
         with metrics_of(self.strategy, messages):
@@ -496,7 +570,7 @@ class Compressed(Strategy):
             arrays, metrics = self.strategy.aggregate_train(server_round, [averaged, *_errors(opened)])
         if arrays is not None:
             arrays = ArrayRecord({**arrays, **{name: Array(values) for name, values in largest.items()}})
-        return _Outcome(opened, arrays, metrics, update, counted)
+        return _Outcome(opened, arrays, metrics, update, counted, levels)
 
     def _capped(self, server_round: int, mean: Mean, aggregator: Aggregator, weights: Mapping[int, float]) -> Mean:
         """The mean with its update no longer than the norm cap allows."""
@@ -678,7 +752,7 @@ class Compressed(Strategy):
             log.warning("round %d: replies dropped by cause: %s", round_, traffic.dropped)
         if traffic.resets:
             log.warning("round %d: %d clients had lost what feedback remembers", round_, traffic.resets)
-        if arrived:
+        if arrived and not (isinstance(self._request.plan.codec, Auto) and self._rates.shared):
             parameters = sum(math.prod(array.shape) for array in sent.arrays.values())
             self._feedback.warn_of_starvation(8 * traffic.bytes_up / len(arrived) / max(parameters, 1))
 
@@ -712,6 +786,18 @@ class Compressed(Strategy):
             self._learnt[self._schedule.plan(round_)] = plan.adapt(moved, layout, rng)
 
 
+def _with_budget(schedule: Schedule, budget: str | float | None) -> Schedule:
+    """The schedule with the budget. Raises ConfigError if `auto` is left without one."""
+    schedule = schedule if budget is None else schedule.with_budget(budget)
+    if any(isinstance(codec, Auto) and not codec.budget for plan in schedule.plans() for codec in plan.codecs()):
+        raise ConfigError('uplink "auto" needs the budget of an upload, such as budget="2 kB"')
+    return schedule
+
+
+def _biased(codec: Codec, unbiased: bool) -> Codec:
+    return replace(codec, unbiased=unbiased) if isinstance(codec, Auto) else codec
+
+
 def _new_session() -> str:
     return secrets.token_hex(4)
 
@@ -723,5 +809,5 @@ def _errors(replies: list[Reply]) -> list[Message]:
 def _with_config(content: RecordDict, told: dict[str, Any]) -> RecordDict:
     """The content with these entries in its configuration, whatever older ones may be in there."""
     key, config = next(iter(content.config_records.items()), ("config", ConfigRecord()))
-    kept = {name: value for name, value in config.items() if name not in (KEY, ACK, ACKS)}
+    kept = {name: value for name, value in config.items() if name not in (KEY, ACK, ACKS, PLACE)}
     return RecordDict({**content, key: ConfigRecord({**kept, **told})})

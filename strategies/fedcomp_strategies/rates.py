@@ -1,0 +1,155 @@
+"""What the server does about bytes: what `auto` is to be for a model, and the step of each round.
+
+The choices follow what was measured on four tasks (a perceptron and a convolutional network on images, a recurrent one
+on text, a 1-D convolutional one on motion; the experiments `budgets-...` repeat it):
+
+* Without feedback only unbiased coding holds up at low rates, biased coding loses several points.
+* Biased coding with CAFe is the best use of few bytes on perceptrons and 2-D convolutional networks. Recurrent networks
+  and 1-D convolutions have updates of full rank, and want unbiased coding.
+* What unbiased coding adds below one bit is many times as long as the update. Recurrent networks leave the region where
+  they are stable unless the step is capped at the length of the updates; others do best with twice that.
+* Adaptive server steps suffer from biased coding with feedback, and not from unbiased coding.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedYogi, Strategy
+
+from fedcomp import Auto, Budget, BudgetError, CAFe, ErrorFeedback, Feedback, NoFeedback, Plan
+from fedcomp.budget import RateControl
+from fedcomp.compressor import smallest_frame
+from fedcomp.layout import Layout
+from fedcomp_strategies.averaging import averages
+
+log = logging.getLogger("fedcomp")
+
+RECURRENT = ("*weight_hh*", "*lstm*", "*gru*", "*rnn*", "*recurrent*")
+"""Names that the tensors of recurrent layers go by."""
+
+LEAST_BITS = 0.02
+"""Bits per parameter below which no setting is near the accuracy of float32."""
+
+_NOISY_BITS = 1.0  # below, unbiased coding adds more than the update is long
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What suits a model.
+
+    Attributes:
+        unbiased: whether to code without bias.
+        feedback: what makes up for losses.
+        norm_cap: see Compressed; None: none.
+        reason: in words.
+    """
+
+    unbiased: bool
+    feedback: Feedback
+    norm_cap: float | None
+    reason: str
+
+
+def choose(
+    layout: Layout, bits: float, clients: int, strategy: Strategy, feedback: Feedback | None, *, predictors: bool = True
+) -> Choice:
+    """What suits a model.
+
+    Args:
+        layout: of the model.
+        bits: of the budget, per parameter.
+        clients: that take part in a round; 0: not known.
+        strategy: that is wrapped.
+        feedback: what the user wants; None: whatever suits.
+        predictors: whether the downlink can carry one.
+    """
+    recurrent = any(fnmatchcase(t.name.lower(), pattern) for t in layout.tensors for pattern in RECURRENT)
+    if feedback is None:
+        feedback, reason = _feedback(layout, recurrent, strategy, predictors)
+    elif isinstance(feedback, NoFeedback):
+        reason = "without feedback only unbiased coding holds up"
+    else:
+        reason = f"feedback {feedback} makes up for the least error"
+    unbiased = isinstance(feedback, NoFeedback)
+    capped = unbiased and bits < _NOISY_BITS and averages(strategy)
+    cap = (1.0 if recurrent else 2.0) if capped else None
+    if unbiased and 0 < clients < 4:
+        reason += f"; but the noise of {clients} clients hardly averages out"
+    return Choice(unbiased, feedback, cap, reason)
+
+
+def _feedback(layout: Layout, recurrent: bool, strategy: Strategy, predictors: bool) -> tuple[Feedback, str]:
+    name = type(strategy).__name__
+    if not averages(strategy):
+        return ErrorFeedback(), f"{name} looks at each client's model, which unbiased noise would spoil"
+    if isinstance(strategy, FedAdam | FedYogi | FedAdagrad):
+        return NoFeedback(), f"the adaptive steps of {name} bear unbiased coding best"
+    if recurrent:
+        return NoFeedback(), "recurrent networks bear unbiased coding best"
+    if any(len(t.shape) == 3 for t in layout.tensors):
+        return NoFeedback(), "networks of 1-D convolutions bear unbiased coding best"
+    if not predictors:
+        return NoFeedback(), "the plain downlink carries no predictor for feedback"
+    return CAFe(), "low rank with the last mean update as predictor suits perceptrons and convolutional networks"
+
+
+class Rates:
+    """The steps that are announced, round by round, for the plans of `auto` in a schedule.
+
+    Args:
+        shared: whether clients share the bytes by their weights, so that only the mean length is kept to; if not, each
+            upload has the budget.
+    """
+
+    def __init__(self, shared: bool) -> None:
+        self.shared = shared
+        self.restart()
+
+    def restart(self) -> None:
+        """Another training begins."""
+        self._controls: dict[Auto, RateControl] = {}
+
+    def plan(self, plan: Plan, layout: Layout, notes: int) -> Plan:
+        """The plan with this round's step.
+
+        Args:
+            notes: bytes of a frame that hang on what is asked for besides.
+
+        Raises BudgetError if no frame for this layout fits the budget.
+        """
+        codec = plan.codec
+        if not isinstance(codec, Auto):
+            return plan
+        least = smallest_frame(plan, layout) + notes
+        budget = Budget.parse(codec.budget).bytes(layout.size)
+        if least > budget:
+            raise BudgetError(
+                f"budget {codec.budget!r} is {budget} bytes for this model, whose smallest upload takes {least} bytes; "
+                f'give at least budget="{least} B", or rules that send fewer tensors verbatim'
+            )
+        if not self.shared:
+            return plan
+        control = self._controls.setdefault(_key(codec), RateControl(budget, least))
+        control.aim(budget, least)
+        return replace(plan, codec=replace(codec, step=control.step))
+
+    def observe(
+        self, plan: Plan, sizes: Sequence[int], levels: Mapping[int, float], weights: Mapping[int, float]
+    ) -> None:
+        """Take in a round.
+
+        Args:
+            plan: of the schedule, without a step.
+            sizes: of the frames that were used, in bytes.
+            levels: the step of each by node, 0: it had none.
+            weights: by node.
+        """
+        if isinstance(plan.codec, Auto) and _key(plan.codec) in self._controls:
+            self._controls[_key(plan.codec)].observe(sizes, [level * weights[node] for node, level in levels.items()])
+
+
+def _key(codec: Auto) -> Auto:
+    """What one step goes on for, whatever the budget is in other rounds."""
+    return replace(codec, budget="", step=0.0)
