@@ -27,6 +27,7 @@ _PERCENT = re.compile(rf"{_NUMBER}\s*%")
 _SHARE = re.compile(rf"1\s*/\s*{_NUMBER}")
 _GROWTH = re.compile(r"(.+?)\s+to\s+(.+?)\s+over\s+(\d+)(?:\s+rounds)?", re.IGNORECASE)
 _GROWN = 1.25  # from one phase of a growing budget to the next
+_AIM = 0.98  # of the target, lest the mean ends above it
 _SLOPE = 1 / 1.5  # octaves of the step for an octave of bytes
 _LARGEST = 2**50
 _EXAMPLES = '"2 kB", "0.05 bits", "30 s at 20 kbit/s", "1/1000" or "0.1 %"'
@@ -164,8 +165,8 @@ class RateControl:
         if not self.step:
             self.step = math.exp(math.fsum(map(math.log, known)) / len(known))
             return
-        self._saved += self.target - spent
-        wanted = self.target + self._saved / self.HORIZON
+        self._saved += _AIM * self.target - spent
+        wanted = _AIM * self.target + self._saved / self.HORIZON
         wanted = min(max(wanted - self.fixed, (self.target - self.fixed) / self._MOST), self._MOST * self.target)
         ratio = max(spent - self.fixed, 1.0) / wanted
         self.step *= min(max(ratio**self.GAIN, 1 / self._MOST), self._MOST)

@@ -59,6 +59,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "trellis": {"codec": {"codec": "trellis", "bits": 1.0}},
     "auto": {"codec": {"codec": "auto", "budget": "800 B"}},
     "auto-factors": {"codec": {"codec": "auto", "budget": "900 B"}},
+    "auto-rests": {"codec": {"codec": "auto", "budget": "2.5 kB"}},
     "auto-eden": {"codec": {"codec": "auto", "budget": "260 B", "unbiased": True}},
     "auto-stochastic": {"codec": {"codec": "auto", "budget": "2 kB", "unbiased": True}},
     "auto-raw": {"codec": {"codec": "auto", "budget": "20 kB"}},
@@ -101,7 +102,19 @@ def factored_example() -> tuple[dict[str, Any], dict[str, Any]]:
     return base, new
 
 
-EXAMPLES = {"lrq-factors": factored_example, "auto-factors": factored_example}
+def noisy_example() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Layers of low rank below noise, one of them large, of which factors leave something."""
+    random = np.random.default_rng(2028)
+    base: dict[str, Any] = {"large": np.zeros((90, 80), np.float32), "small": np.zeros((30, 40), np.float32)}
+    new = {}
+    for name, values in base.items():
+        rows, columns = values.shape
+        structure = random.standard_normal((rows, 2)) @ random.standard_normal((2, columns))
+        new[name] = (structure + 0.05 * random.standard_t(3, values.shape)).astype(np.float32)
+    return base, new
+
+
+EXAMPLES = {"lrq-factors": factored_example, "auto-factors": factored_example, "auto-rests": noisy_example}
 
 
 def write(name: str) -> None:

@@ -29,7 +29,7 @@ from fedcomp.codec import Codec, Count, Parts, Schema, Upload, register
 from fedcomp.codecs import ecsq
 from fedcomp.codecs.eden import EDEN
 from fedcomp.codecs.identity import Identity
-from fedcomp.codecs.lrq import ShortLRQ
+from fedcomp.codecs.lrq import RestLRQ, ShortLRQ
 from fedcomp.codecs.ways import Encoder
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
@@ -37,7 +37,7 @@ from fedcomp.metrics import length
 from fedcomp.plan import Bucket
 from fedcomp.terms import Term, peak
 
-_NOTHING, _LRQ, _RAW, _EDEN, _STOCHASTIC = range(5)  # ways
+_NOTHING, _LRQ, _RAW, _EDEN, _STOCHASTIC, _RESTS = range(6)  # ways
 _OCTAVE = 64  # rates of EDEN an octave
 _MOST_BITS = 8.0
 _RATES = 24 * _OCTAVE
@@ -115,7 +115,7 @@ class Auto(Codec):
     def level(self, parts: Parts, layout: Layout) -> float:
         """The step that an upload of weight 1 was coded at; 0 if it had none. See RateControl."""
         match int(parts["way"]):
-            case 1:
+            case 1 | 5:
                 return ShortLRQ.step_of(parts)
             case 3:
                 codec = _eden(int(parts["rate"]))
@@ -135,25 +135,26 @@ class Auto(Codec):
         return self._biased(x, layout, rng, upload)
 
     def _biased(self, x: Vector, layout: Layout, rng: np.random.Generator, upload: Upload) -> Parts:
-        def measure(parts: Parts) -> int:
-            return len(wire.write_parts(parts, Bucket(ShortLRQ(step=1.0), layout)))
-
         def whole(parts: Parts) -> Parts:
-            parts = ShortLRQ.shortened(parts)
-            return {"way": np.array(_LRQ), **parts} if int(parts["step"]) else {"way": np.array(_NOTHING)}
+            if not int(parts["step"]):
+                return {"way": np.array(_NOTHING)}
+            return {"way": np.array(_RESTS if "rest" in parts else _LRQ), **ShortLRQ.shortened(parts)}
 
-        encoder = Encoder.of(x, layout, _RANKS[8 * upload.room > _RICH * x.size], 0.0, rng)
+        def measure(parts: Parts) -> int:
+            return len(wire.write_parts(whole(parts), Bucket(Auto(), layout)))
+
+        rank = _RANKS[8 * upload.room > _RICH * x.size]
+        encoder = Encoder.of(x, layout, rank, 0.0, rng)
         if self.step:
             parts = encoder.parts(encoder.at(self.step / max(upload.weight, 1e-300)))
-            if measure(ShortLRQ.shortened(parts)) < upload.room:
+            if measure(parts) <= upload.room:
                 return whole(parts)
-        return whole(encoder.within(upload.room - 1, lambda parts: measure(ShortLRQ.shortened(parts))))
+        return whole(encoder.within(upload.room, measure))
 
     def schema(self, layout: Layout) -> Schema:
-        way = int((yield Count("way", _STOCHASTIC)))
+        way = int((yield Count("way", _RESTS)))
         if way == _EDEN:
-            way, rate = _EDEN, int((yield Count("rate", _RATES)))
-            yield from _eden(rate).schema(layout)
+            yield from _eden(int((yield Count("rate", _RATES)))).schema(layout)
         elif way != _NOTHING:
             yield from _CODECS[way].schema(layout)
 
@@ -176,6 +177,7 @@ class _Fitted(Auto):
 _CODECS: dict[int, Codec] = {
     _LRQ: ShortLRQ(step=1.0),
     _RAW: Identity(),
+    _RESTS: RestLRQ(step=1.0),
     _STOCHASTIC: ecsq.ECSQ(step=1.0, rounding="stochastic"),
 }
 
@@ -207,7 +209,21 @@ class _Unbiased:
             stochastic = self._stochastic(upload, highest, rng)
             if stochastic is not None:
                 return stochastic
-        return self.eden(highest, rng)
+        return self._filling(highest, upload.room, rng)
+
+    def _filling(self, rate: int, room: int, rng: np.random.Generator) -> Parts:
+        """Parts of EDEN at a rate that surely fits, or at a higher one if the entropy coder leaves room for it."""
+        parts = self.eden(rate, rng)
+        for _ in range(_CODINGS):
+            used = len(wire.write_parts(parts, Bucket(Auto(), self.layout)))
+            higher = max(rate - int(_OCTAVE * math.log2(room / used)), 0)
+            if _eden(rate).bits <= 1 or higher >= rate:
+                break
+            tried = self.eden(higher, rng)
+            if len(wire.write_parts(tried, Bucket(Auto(), self.layout))) > room:
+                break
+            rate, parts = higher, tried
+        return parts
 
     def eden(self, rate: int, rng: np.random.Generator) -> Parts:
         """Parts of EDEN at a rate."""

@@ -28,7 +28,7 @@ from fedcomp.blocks import root_mean_square
 from fedcomp.codec import Columns, ContractiveCodec, Count, Parts, PartSpec, Schema, Symbols, matrix_shapes, register
 from fedcomp.codecs.ecsq import CLASSES, check_step_or_bits, levels
 from fedcomp.codecs.factored import MAX_RANK
-from fedcomp.codecs.ways import POINTWISE, Encoder, places
+from fedcomp.codecs.ways import Encoder, places
 from fedcomp.entropy.bits import LARGEST_HALF, read_half
 from fedcomp.entropy.columns import TOP
 from fedcomp.layout import Layout, Vector
@@ -83,35 +83,46 @@ class LRQ(ContractiveCodec):
             return
         found = places(layout, self.rank)
         modes = (yield from self._modes(len(found))).tolist()
-        large = [place for place, mode in zip(found, modes, strict=True) if place.is_large and mode == POINTWISE]
+        rests = yield from self._rests([place.has_factors(mode) for place, mode in zip(found, modes, strict=True)])
+        ways = list(zip(found, modes, rests, strict=True))
+        large = [place for place, mode, rest in ways if place.has_table(mode, rest)]
         if large:
             top = int((yield Count("top", TOP)))
             yield Symbols("offsets", min(top, CLASSES), 256)
             inner = Layout(tuple(place.tensor for place in large))
             yield Symbols("q", inner.size, 2 * top + 1, matrix_shapes(inner))
-        matrices = [matrix for place, mode in zip(found, modes, strict=True) for matrix in place.columns(mode)]
+        matrices = [matrix for place, mode, rest in ways for matrix in place.columns(mode, rest)]
         yield Columns("columns", tuple(shape for shape, _ in matrices), tuple(kind for _, kind in matrices))
 
     def _modes(self, count: int) -> Generator[PartSpec, NDArray[Any], NDArray[Any]]:
         return (yield Symbols("modes", count, self.rank + 2))
+
+    def _rests(self, factored: list[bool]) -> Generator[PartSpec, NDArray[Any], list[bool]]:
+        """For each tensor, whether what its factors leave is sent too."""
+        yield from ()
+        return [False] * len(factored)
 
     def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         step = read_half(int(parts["step"]))
         if not step:
             return
         table = levels(step, parts) if "q" in parts else np.zeros(0, np.float32)
+        rests = iter(parts["rest"].tolist() if "rest" in parts else ())
         start = first = 0
         for place, mode in zip(places(layout, self.rank), parts["modes"].tolist(), strict=True):
-            if mode == POINTWISE and place.is_large:
-                yield Levels(place.where, parts["q"][first : first + place.tensor.size], table)
+            rest = place.has_factors(mode) and bool(next(rests, 0))
+            q = None
+            if place.has_table(mode, rest):
+                q = parts["q"][first : first + place.tensor.size]
                 first += place.tensor.size
-                continue
             columns = []
-            for (rows, count), _ in place.columns(mode):
+            for (rows, count), _ in place.columns(mode, rest):
                 columns.append(parts["columns"][start : start + rows * count].reshape(count, rows))
                 start += rows * count
             if columns:
-                yield place.term(columns, step)
+                yield place.term(columns, step, None if q is None else table[q])
+            elif q is not None:
+                yield Levels(place.where, q, table)
 
 
 @dataclass(frozen=True)
@@ -124,6 +135,14 @@ class ShortLRQ(LRQ):
         highest = int((yield Count("highest", self.rank + 1)))
         return (yield Symbols("modes", count, highest + 1))
 
+    with_rests: ClassVar[bool] = False
+
+    def _rests(self, factored: list[bool]) -> Generator[PartSpec, NDArray[Any], list[bool]]:
+        if not self.with_rests:
+            return [False] * len(factored)
+        rests = iter((yield Symbols("rest", sum(factored), 2)).tolist())
+        return [has and bool(next(rests)) for has in factored]
+
     @staticmethod
     def shortened(parts: Parts) -> Parts:
         """The parts of an Encoder, with what this schema has besides."""
@@ -133,3 +152,9 @@ class ShortLRQ(LRQ):
     def step_of(parts: Parts) -> float:
         """The absolute step."""
         return read_half(int(parts["step"]))
+
+
+class RestLRQ(ShortLRQ):
+    """ShortLRQ that also says of which tensors with factors the rest is sent value by value, at the same step."""
+
+    with_rests: ClassVar[bool] = True

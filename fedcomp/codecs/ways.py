@@ -34,6 +34,7 @@ _RHO = 0.39
 _SHIFT = 0.06  # rho is so much less between quiet neighbours, and so much more between busy ones
 _ROUNDING = 1e-6  # of the energy, what float32 may be off by: never worse than sending zeros
 _RIDGE = 1e-7  # of the mean square length of the factors: parallel ones must not end in a division by zero
+_REST = 0.01  # of the squared step, a value's error from which on what factors leave may be worth to be sent
 _TRIES = 12  # most steps that are tried
 _NEAR_ENOUGH = 0.02  # octaves that the bits may stay below those to aim at
 _CLOSE = 1 / 24  # octaves between two steps that end the search: bits jump where a tensor changes its way
@@ -43,10 +44,11 @@ _CODINGS = 3  # times that the search starts anew with what coding has taught
 _FIXED, _MODE = 40.0, 2.0  # about the bits of step and so on, and of a tensor's mode
 _SLACK_SHARE, _SLACK = 0.02, 8  # of the room, and bytes, that may be left over
 _WASTE = 2  # times that: too much
+_RICH = 1.5  # bits a value from which on what factors leave counts
 _FILLS = 5
 _LEARNT = 64.0  # bits of large tensors that are worth learning from
-_RHOS = (0.1, _RHO)  # settings to fill the room with, from the one that spends least
-_PRICES = (256.0, 1.0)
+_RHOS = (0.05, _RHO)  # rounding offsets to fill the room with, from the one that spends least
+_FINER = (1, 4, 12)  # at steps so much smaller, one after the other while much is left
 _GUESS = 4.0  # octaves of bits that the ends of the search are thought to be off, until they have been tried
 
 
@@ -73,13 +75,21 @@ class Place:
         """Whether a coder with tables is worth its tables, and a loop over all values is not worth its time."""
         return self.tensor.size > _FEW
 
-    def columns(self, mode: int) -> Iterator[tuple[tuple[int, int], int]]:
+    def has_factors(self, mode: int) -> bool:
+        """Whether the mode sends factors."""
+        return mode > POINTWISE and self.rank > 0
+
+    def has_table(self, mode: int, rest: bool) -> bool:
+        """Whether values go through a coder with tables: those of the tensor, or of what factors leave of it."""
+        return self.is_large and (mode == POINTWISE or (self.has_factors(mode) and rest))
+
+    def columns(self, mode: int, rest: bool) -> Iterator[tuple[tuple[int, int], int]]:
         """Shapes (rows, columns) and kinds of the matrices of integers that are coded as columns."""
-        if mode > POINTWISE and self.rank:
+        if self.has_factors(mode):
             rank, (short, long) = min(mode - 1, self.rank), sorted(sides(self.tensor))
             yield (long, rank), _LONG
             yield (short, rank), _SHORT
-        elif mode == POINTWISE and not self.is_large:
+        if not self.is_large and (mode == POINTWISE or (self.has_factors(mode) and rest)):
             yield self._shape(), _MATRIX if self.rank else _VECTOR
 
     def _shape(self) -> tuple[int, int]:
@@ -95,18 +105,29 @@ class Place:
         matrix = to_matrix(x, self.tensor)
         return np.ascontiguousarray(matrix.T) if self.turned else matrix
 
-    def term(self, columns: list[NDArray[np.int32]], step: float) -> Term:
-        """What the integers (columns, rows) of one matrix or of two factors stand for."""
-        if len(columns) == 2:
-            long, short = columns
-            unit = (long / _lengths(long)[:, None]).astype(np.float32)
-            scaled = _clipped(short * step)
-            left, right = (scaled, unit) if self.turned else (unit, scaled)
-            return product(left.T, right, self.tensor, self.where)
-        values = _clipped(columns[0] * step)
-        if not self.rank:
-            return Values(self.where, values.ravel())
-        return Values(self.where, from_matrix(values if self.turned else values.T, self.tensor))
+    def stored(self, matrix: Matrix) -> Vector:
+        """Inverse of upright, the matrix given as (columns, rows)."""
+        return from_matrix(matrix if self.turned else matrix.T, self.tensor) if self.rank else matrix.ravel()
+
+    def term(self, columns: list[NDArray[np.int32]], step: float, rest: Vector | None = None) -> Term:
+        """What the integers (columns, rows) of one matrix, of two factors or of both stand for.
+
+        `rest`: what is added to factors, in the order in which values are stored.
+        """
+        if len(columns) == 1:
+            return Values(self.where, self.stored(_clipped(columns[0] * step)))
+        long, short, *more = columns
+        unit = (long / _lengths(long)[:, None]).astype(np.float32)
+        scaled = _clipped(short * step)
+        left, right = (scaled, unit) if self.turned else (unit, scaled)
+        term = product(left.T, right, self.tensor, self.where)
+        if more:
+            rest = self.stored(_clipped(more[0] * step))
+        if rest is None:
+            return term
+        ((_, values),) = term.pieces()
+        with np.errstate(over="ignore"):
+            return Values(self.where, np.clip(values + rest, -MAX, MAX))
 
 
 @lru_cache(maxsize=64)
@@ -164,8 +185,8 @@ class Source:
         energy = float(np.square(x, dtype=np.float64).sum())
         return cls(place, x, matrix, energy, strong, Cells.of(x) if place.is_large else None)
 
-    def ways(self, step: float, rho: float, factors: bool) -> "Iterator[Way]":
-        """The ways to send it at a step, as factors only if it may be."""
+    def ways(self, step: float, rho: float, rests: bool) -> "Iterator[Way]":
+        """The ways to send it at a step, what factors leave only if it may be."""
         yield Way(_ZERO, self.energy)
         if self.cells:
             yield _with_tables(self.cells, step, rho)
@@ -174,12 +195,36 @@ class Source:
             if q.any():
                 error = float(np.square(self.matrix.T - q * step).sum())
                 yield Way(POINTWISE, error, 0.0, (q,), (_MATRIX if self.place.rank else _VECTOR,))
-        if factors and len(self.strong):
-            yield from self._factors(step, rho)
+        if len(self.strong):
+            for way in self._factors(step, rho):
+                yield way
+                if rests and way.error > _REST * step**2 * self.values.size:
+                    yield from self._with_rest(way, step, rho)
 
     def has_tables(self, way: "Way") -> bool:
-        """Whether it is large, and sent value by value."""
-        return self.place.is_large and way.mode == POINTWISE
+        """Whether values go through a coder with tables."""
+        return self.place.has_table(way.mode, way.rest)
+
+    def rest(self, way: "Way", step: float) -> Matrix:
+        """What the factors of a way leave of the matrix, as (columns, rows)."""
+        long, short = way.columns[:2]
+        unit = (long / _lengths(long)[:, None]).astype(np.float32)
+        return self.matrix.T - (short * step).astype(np.float32).T @ unit
+
+    def _with_rest(self, way: "Way", step: float, rho: float) -> "Iterator[Way]":
+        rest = self.rest(way, step)
+        if self.cells:
+            flat = _with_tables(Cells.of(np.ascontiguousarray(rest).reshape(-1)), step, rho)
+            yield replace(way, rest=True, error=flat.error, bits=flat.bits)
+            return
+        q = _round(rest / np.float32(step), rho)
+        if q.any():
+            error = float(np.square(rest - q * step).sum())
+            yield Way(way.mode, error, 0.0, (*way.columns, q), (*way.kinds, _MATRIX), rest=True)
+
+    def tabled(self, way: "Way", step: float) -> Vector:
+        """The values that go through a coder with tables."""
+        return self.place.stored(self.rest(way, step)).astype(np.float32, copy=False) if way.rest else self.values
 
     def _factors(self, step: float, rho: float) -> "Iterator[Way]":
         long = _round(self.strong / np.float32(step), rho)
@@ -224,6 +269,7 @@ class Way:
         error: its squared error.
         bits: what a coder with tables needs for it.
         columns, kinds: integers (columns, rows) that are coded as columns, and the kind of each matrix of them.
+        rest: whether what factors leave is sent too, value by value.
     """
 
     mode: int
@@ -231,6 +277,7 @@ class Way:
     bits: float = 0.0
     columns: tuple[Ints, ...] = ()
     kinds: tuple[int, ...] = ()
+    rest: bool = False
 
     @cached_property
     def tally(self) -> Tally:
@@ -239,8 +286,8 @@ class Way:
 
     def cost(self, price: float, like: NDArray[np.float64]) -> float:
         """D + lambda R, columns at the prices of others that they are like."""
-        bits = self.tally.bits_at(like) if self.columns else self.bits
-        return self.error + price * bits
+        bits = self.tally.bits_at(like) if self.columns else 0.0
+        return self.error + price * (bits + self.bits)
 
 
 def _with_tables(cells: Cells, step: float, rho: float) -> Way:
@@ -274,8 +321,7 @@ class Encoder:
         cells: histogram of all values.
         peak: the largest magnitude.
         rho: rounding offset; 0: chosen.
-        price: what a bit is taken to cost, over what it should.
-        factors: whether tensors may be sent as factors.
+        rests: whether what factors leave may be sent too, value by value.
     """
 
     sources: list[Source]
@@ -283,8 +329,7 @@ class Encoder:
     exponent: int
     peak: float
     rho: float
-    price: float = 1.0
-    factors: bool = True
+    rests: bool = False
 
     @classmethod
     def of(cls, x: Vector, layout: Layout, rank: int, rho: float, rng: np.random.Generator) -> "Encoder":
@@ -306,7 +351,7 @@ class Encoder:
 
     def at(self, step: float) -> Attempt:
         """At a given step of the unscaled vector, twice: the second time knowing what columns cost."""
-        step = max(float(np.ldexp(step, -self.exponent)), self.least)
+        step = min(max(float(np.ldexp(step, -self.exponent)), self.least), self.largest)
         return self.attempt(step, self.attempt(step, Tally.none(), self.rho).tally, self.rho)
 
     def near(self, bits: float) -> Attempt:
@@ -336,12 +381,14 @@ class Encoder:
         Steps are halved from one at which nothing is sent until the estimate exceeds the room, and the last octave is
         bisected: which steps are tried does not hang on the room before the paths part, so more room never means a
         larger step. What the estimate gets wrong for large tensors is measured and corrected. The room that is left
-        then is filled at the next smaller step, by rounding fewer values up there.
+        then is filled at the next smaller step, by rounding fewer values up there. Where the length jumps, because a
+        tensor goes from factors to all its values, what factors leave is sent as well; so it is at high rates.
         """
         best = _Fit(self, room, measure).run()
-        if best.slack > _WASTE * best.tolerated and any(way.kinds == (_LONG, _SHORT) for way in best.attempt.ways):
-            flat = _Fit(replace(self, factors=False), room, measure).run()  # factors may be at the end of their ranks
-            best = min(best, flat, key=lambda fit: fit.error)
+        wasted = best.slack > _WASTE * best.tolerated and any(way.mode > POINTWISE for way in best.attempt.ways)
+        if wasted or 8 * room > _RICH * sum(source.values.size for source in self.sources):
+            rests = _Fit(replace(self, rests=True), room, measure).run()
+            best = min(best, rests, key=lambda fit: fit.error)
         return best.parts
 
     def attempt(self, step: float, like: Tally, rho: float) -> Attempt:
@@ -351,15 +398,15 @@ class Encoder:
         if not step:
             return Attempt(0, 0.0, [], Tally.none(), 0.0, 0.0, np.inf)
         prices, slope = like.prices(), float(np.clip(_SHARE * self.cells.slope(step), *_SLOPES))
-        price, usual = self.price * slope * step**2, self.rho or _RHO
+        price, usual = slope * step**2, self.rho or _RHO
         ways = [
-            min(source.ways(step, usual, self.factors), key=lambda way: way.cost(price, prices))
+            min(source.ways(step, usual, self.rests), key=lambda way: way.cost(price, prices))
             for source in self.sources
         ]
         if any(source.has_tables(way) for source, way in zip(self.sources, ways, strict=True)):
             rho = rho or self.cells.best_rho(step)
             for index, source in enumerate(self.sources):
-                if source.cells and source.has_tables(ways[index]):
+                if source.cells and source.has_tables(ways[index]) and not ways[index].rest:
                     ways[index] = _with_tables(source.cells, step, rho)
         tally = sum((way.tally for way in ways), Tally.none())
         table_bits = sum(way.bits for way in ways)
@@ -377,10 +424,12 @@ class Encoder:
             "step": np.array(chosen.written),
             "modes": np.array([way.mode for way in chosen.ways], np.uint8),
         }
-        ways = zip(self.sources, chosen.ways, strict=True)
-        large = [source.values for source, way in ways if source.has_tables(way)]
+        if any(way.rest for way in chosen.ways):
+            parts["rest"] = np.array([way.rest for way in chosen.ways if way.mode > POINTWISE], np.uint8)
+        ways, scale = zip(self.sources, chosen.ways, strict=True), self.scaled(chosen.written)
+        large = [source.tabled(way, scale) for source, way in ways if source.has_tables(way)]
         if large:
-            x, step = np.concatenate(large), np.float32(self.scaled(chosen.written))
+            x, step = np.concatenate(large), np.float32(scale)
             top = int(min(peak(x) / float(step) + chosen.rho, TOP))
             q, offsets = round_down(x, step, chosen.rho, top)
             parts |= {"top": np.array(top), "offsets": offsets, "q": q}
@@ -423,10 +472,9 @@ class _Fit:
             if 0 <= self.slack <= self.tolerated:
                 return self
         assert number is not None
-        if number < self._most:
-            self._fill(number + 1, _RHOS, lambda rho: replace(self._encoder, rho=rho))
-            if self.slack > _WASTE * self.tolerated:
-                self._fill(number + 1, _PRICES, lambda price: replace(self._encoder, price=price))
+        for finer in _FINER:
+            if number + finer <= self._most and not 0 <= self.slack <= self.tolerated:
+                self._fill(number + finer)
         step = 1
         while self.slack < 0 and number > 0:  # estimates that are off: nothing fits yet
             number, step = max(number - step, 0), 2 * step
@@ -470,16 +518,16 @@ class _Fit:
         if size <= self._room and (attempt.error < self.error or self.slack < 0):
             self.parts, self.attempt, self.error, self.slack = parts, attempt, attempt.error, self._room - size
 
-    def _fill(self, number: int, given: tuple[float, float], change: Callable[[float], Encoder]) -> None:
-        """At a step that is estimated not to fit, bisect a setting, from one that spends little, until it does."""
+    def _fill(self, number: int) -> None:
+        """At a step that is estimated not to fit, bisect the rounding offset until it does."""
         usual, fitting = self._at(number), None
-        (low, high), step = given, self._encoder.scaled(self._at(number).written)
+        (low, high), step = _RHOS, self._encoder.scaled(self._at(number).written)
         for _ in range(_FILLS):
-            middle = math.sqrt(low * high)
-            encoder = change(middle)
-            attempt = encoder.attempt(step, usual.tally, encoder.rho)
+            middle = (low + high) / 2
+            attempt = replace(self._encoder, rho=middle).attempt(step, usual.tally, middle)
             if self._fits(attempt):
-                low, fitting = middle, attempt
+                low = middle
+                fitting = attempt if fitting is None or attempt.error < fitting.error else fitting
             else:
                 high = middle
         if fitting is not None:
