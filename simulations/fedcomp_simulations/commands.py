@@ -97,14 +97,64 @@ def simulate(
     EXPERIMENT is the name of a shipped experiment or the path of a TOML file.
     """
     experiment = _adapt(load_experiment(name), rounds, seeds, codec)
-    if workers is not None and workers < 1:
-        raise ConfigError(f"--workers: expected at least 1, got {workers}")
+    _check_workers(workers)
     folder = out or Path("results", experiment.name)
     _probe_folder(folder)
     for path in filter(None, (json_file, folder / "results.json", folder / "accuracy.png")):
         _probe_file(path)
     results = _run(experiment, workers, monitor)
     _write(results, folder, json_file)
+
+
+@app.command()
+def advise(
+    budget: Annotated[
+        list[str], typer.Option(help='Bytes of an upload, as in "640 B", "0.1 bits", "30 s at 20 kbit/s"; repeatable.')
+    ],
+    name: Annotated[str, typer.Option("--experiment", help="The task: as of simulate.")] = DEFAULT_EXPERIMENT,
+    rounds: Annotated[int | None, typer.Option(help="Train for this many rounds.")] = None,
+    seeds: Annotated[str | None, typer.Option(help='A count, as in "3", or a list, as in "0,4,7".')] = None,
+    workers: Annotated[int | None, typer.Option(help="Worker processes; default 2, or 1 on one processor.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results and advice to this file.")] = None,
+) -> None:
+    """Try a handful of settings on a task, and print the line for a server.
+
+    Of the experiment only the task counts, not its methods.
+    """
+    from fedcomp_simulations.advise import trial
+
+    chosen = trial(_adapt(load_experiment(name), rounds, seeds, None), budget)
+    _check_workers(workers)
+    if json_file is not None:
+        _probe_file(json_file)
+    for note in chosen.notes:
+        print(f"fedcomp: note: {note}", file=sys.stderr)
+    _show_advice(_run(chosen.experiment, workers, False), chosen.budgets, json_file)
+
+
+def _show_advice(results: Results, budgets: Sequence[str], json_file: Path | None) -> None:
+    """Save first, then show, as after `simulate`."""
+    from fedcomp_simulations.advise import advise, front, seeds_in_words
+
+    best, advices = front(results), advise(results, budgets)
+    content = results.to_json() | {
+        "front": [method.name for method in best],
+        "advice": [advice.to_json() for advice in advices],
+    }
+    failure = _save(json.dumps(content, indent=1) + "\n", json_file) if json_file is not None else ""
+    console = _console()
+    console.print(table(results, narrow=console.width < NARROW, front=best))
+    lines = [seeds_in_words(results)]
+    for advice in advices:
+        lines += ["", f"Recommended for {advice.budget}:", *filter(None, [advice.line]), *advice.words]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    if failure:
+        raise OSError(failure)
+
+
+def _check_workers(workers: int | None) -> None:
+    if workers is not None and workers < 1:
+        raise ConfigError(f"--workers: expected at least 1, got {workers}")
 
 
 def _adapt(experiment: Experiment, rounds: int | None, seeds: str | None, codecs: list[str] | None) -> Experiment:

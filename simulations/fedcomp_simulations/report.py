@@ -1,6 +1,6 @@
 """The results of an experiment: the object, its JSON form, and what they say against the uncompressed run."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
@@ -97,8 +97,11 @@ def summarize(results: Results) -> list[Summary]:
     return [_summary(method, runs, twins, reference) for method, runs in groups.items()]
 
 
-def table(results: Results, *, narrow: bool = False) -> Table:
-    """Lay the comparison out for a terminal; a narrow one does without the columns that method names stand for."""
+def table(results: Results, *, narrow: bool = False, front: Collection[Method] = ()) -> Table:
+    """Lay the comparison out for a terminal; a narrow one does without the columns that method names stand for.
+
+    With a front its methods get a mark, and names are taken to say codec and feedback.
+    """
     summaries = summarize(results)
     columns = {
         "method": [escape(summary.method.name) for summary in summaries],
@@ -112,14 +115,20 @@ def table(results: Results, *, narrow: bool = False) -> Table:
         "ratio": [_ratio(summary.ratio) for summary in summaries],
         "failed": [f"{summary.failures:,}" for summary in summaries],
     }
+    if front:
+        columns["front"] = ["*" if summary.method in front else "" for summary in summaries]
+    if narrow or front:
+        del columns["codec"], columns["feedback"]
     if narrow:
-        del columns["codec"], columns["feedback"], columns["B per download"]
+        del columns["B per download"]
     if not any(summary.failures for summary in summaries):
         del columns["failed"]
     measured = any(summary.method.uncompressed and summary.payload_per_upload for summary in summaries)
     if not measured:
         columns = {"ratio*" if heading == "ratio" else heading: cells for heading, cells in columns.items()}
     caption = _caption(min(results.runs[0].last, results.runs[0].rounds), measured)
+    if front:
+        caption += "\nfront: nothing else is as accurate for fewer bytes per upload; downloads are not counted"
     sheet = Table(title=_title(results), caption=caption, title_justify="left", caption_justify="left")
     for heading in columns:
         text = heading in ("method", "codec", "feedback")

@@ -101,7 +101,7 @@ def run_one(
     stats: list[TensorStats] = []
     mod = CompressMod(MemoryStore(), stats.append if monitor else None, MemoryModelCache())
     started = time.perf_counter()
-    with _one_thread(), _collected_warnings() as warnings:
+    with _one_thread(), collected_warnings() as warnings:
         run_in_process(
             server_app(experiment, method, seed, on_round), client_app(experiment, seed, mod), experiment.clients
         )
@@ -252,7 +252,7 @@ LOGGERS = ("flwr", "fedcomp", "fedcomp_clients", "fedcomp_simulations", "fedcomp
 
 
 @contextmanager
-def _collected_warnings() -> Iterator[dict[str, None]]:
+def collected_warnings() -> Iterator[dict[str, None]]:
     """Keep warnings and errors for the user, and silence Flower's report of every step."""
     collector = _Collector()
     loggers = [logging.getLogger(name) for name in LOGGERS]
