@@ -45,10 +45,10 @@ _FIXED, _MODE = 40.0, 2.0  # about the bits of step and so on, and of a tensor's
 _SLACK_SHARE, _SLACK = 0.02, 8  # of the room, and bytes, that may be left over
 _WASTE = 2  # times that: too much
 _RICH = 1.5  # bits a value from which on what factors leave counts
-_FILLS = 5
+_FILLS = 4
 _LEARNT = 64.0  # bits of large tensors that are worth learning from
 _RHOS = (0.05, _RHO)  # rounding offsets to fill the room with, from the one that spends least
-_FINER = (1, 4, 12)  # at steps so much smaller, one after the other while much is left
+_FINER = (1, 8)  # at steps so much smaller, one after the other while much is left
 _GUESS = 4.0  # octaves of bits that the ends of the search are thought to be off, until they have been tried
 
 
@@ -165,6 +165,7 @@ class Source:
         matrix: and as a matrix (long, short).
         energy: their sum of squares.
         strong: its strongest directions s_k u_k (rank, long); none if it may not be sent as factors.
+        peaks: the largest magnitude in each of these.
         cells: histogram of its values, if it is large.
     """
 
@@ -173,6 +174,7 @@ class Source:
     matrix: Matrix
     energy: float
     strong: Matrix
+    peaks: Vector
     cells: Cells | None
 
     @classmethod
@@ -183,7 +185,8 @@ class Source:
             left, right = truncated_svd(matrix, place.rank, rng)
             strong = left.T * np.linalg.norm(right, axis=1)[:, None]
         energy = float(np.square(x, dtype=np.float64).sum())
-        return cls(place, x, matrix, energy, strong, Cells.of(x) if place.is_large else None)
+        peaks = np.abs(strong).max(axis=1, initial=0)
+        return cls(place, x, matrix, energy, strong, peaks, Cells.of(x) if place.is_large else None)
 
     def ways(self, step: float, rho: float, rests: bool) -> "Iterator[Way]":
         """The ways to send it at a step, what factors leave only if it may be."""
@@ -227,7 +230,7 @@ class Source:
         return self.place.stored(self.rest(way, step)).astype(np.float32, copy=False) if way.rest else self.values
 
     def _factors(self, step: float, rho: float) -> "Iterator[Way]":
-        long = _round(self.strong / np.float32(step), rho)
+        long = _round(self.strong[self.peaks >= (1 - rho - _SHIFT) * step] / np.float32(step), rho)
         long = long[long.any(axis=1)]
         if not len(long):
             return

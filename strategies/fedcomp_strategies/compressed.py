@@ -239,7 +239,8 @@ class Compressed(Strategy):
                 "feedback %s under %s: adaptive server steps lose accuracy with biased codecs and feedback; "
                 "an unbiased codec such as eden(0.1) without feedback holds up better", feedback, name,
             )  # fmt: skip
-        if isinstance(strategy, FedAvgM) and isinstance(feedback, CAFe) and strategy.server_momentum:
+        chosen = self._left_open and self._wanted is None
+        if isinstance(strategy, FedAvgM) and isinstance(feedback, CAFe) and strategy.server_momentum and not chosen:
             log.warning(
                 "feedback %s carries momentum itself: it does not go well with the momentum of %s", feedback, name
             )

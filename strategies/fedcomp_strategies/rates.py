@@ -4,10 +4,11 @@ The choices follow what was measured on four tasks (a perceptron and a convoluti
 on text, a 1-D convolutional one on motion; the experiments `budgets-...` repeat it):
 
 * Without feedback only unbiased coding holds up at low rates, biased coding loses several points.
-* Biased coding with CAFe is the best use of few bytes on perceptrons and 2-D convolutional networks. Recurrent networks
-  and 1-D convolutions have updates of full rank, and want unbiased coding.
-* What unbiased coding adds below one bit is many times as long as the update. Recurrent networks leave the region where
-  they are stable unless the step is capped at the length of the updates; others do best with twice that.
+* Biased coding with CAFe is the best use of few bytes on perceptrons. On convolutional and recurrent networks unbiased
+  coding is, as the least error leaves out small layers, such as the first one, for good.
+* What unbiased coding adds below one bit is many times as long as the update. Convolutional networks do best with steps
+  up to twice as long as the updates; recurrent ones leave the region where they are stable unless steps are shorter
+  than the updates.
 * Adaptive server steps suffer from biased coding with feedback, and not from unbiased coding.
 """
 
@@ -33,6 +34,8 @@ LEAST_BITS = 0.02
 """Bits per parameter below which no setting is near the accuracy of float32."""
 
 _NOISY_BITS = 1.0  # below, unbiased coding adds more than the update is long
+_CAP, _RECURRENT_CAP = 2.0, 0.7
+_BETA = 0.95  # of CAFe on perceptrons, where it does not diverge
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def choose(
         reason = f"feedback {feedback} makes up for the least error"
     unbiased = isinstance(feedback, NoFeedback)
     capped = unbiased and bits < _NOISY_BITS and averages(strategy)
-    cap = (1.0 if recurrent else 2.0) if capped else None
+    cap = (_RECURRENT_CAP if recurrent else _CAP) if capped else None
     if unbiased and 0 < clients < 4:
         reason += f"; but the noise of {clients} clients hardly averages out"
     return Choice(unbiased, feedback, cap, reason)
@@ -88,11 +91,11 @@ def _feedback(layout: Layout, recurrent: bool, strategy: Strategy, predictors: b
         return NoFeedback(), f"the adaptive steps of {name} bear unbiased coding best"
     if recurrent:
         return NoFeedback(), "recurrent networks bear unbiased coding best"
-    if any(len(t.shape) == 3 for t in layout.tensors):
-        return NoFeedback(), "networks of 1-D convolutions bear unbiased coding best"
+    if any(len(t.shape) > 2 for t in layout.tensors):
+        return NoFeedback(), "convolutional networks bear unbiased coding best"
     if not predictors:
         return NoFeedback(), "the plain downlink carries no predictor for feedback"
-    return CAFe(), "low rank with the last mean update as predictor suits perceptrons and convolutional networks"
+    return CAFe(_BETA), "low rank with the last mean update as predictor suits perceptrons"
 
 
 class Rates:
