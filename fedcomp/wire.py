@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fedcomp.codec import Columns, Count, Floats, Parts, PartSpec, Positions, Schema, Symbols, symbol_dtype
 from fedcomp.descriptor import describe, read_plan, sized
 from fedcomp.entropy import (
+    columns_size,
     decode_columns,
     decode_matrices,
     decode_positions,
@@ -142,16 +143,36 @@ def _write_dtypes(layout: Layout) -> bytes:
 def write_parts(parts: Parts, bucket: Bucket) -> bytes:
     """The streams of a bucket's parts. Raises LayoutError if they do not fit their codec's schema."""
 
-    def write(spec: PartSpec) -> NDArray[Any]:
+    written: list[bytes] = []
+    _visit(parts, bucket, lambda part, spec: written.append(_write_part(part, spec)))
+    return b"".join(written)
+
+
+def parts_size(parts: Parts, bucket: Bucket) -> int:
+    """Bytes of write_parts, or a few more: columns, which take long, are estimated."""
+    sizes: list[int] = []
+
+    def measure(part: NDArray[Any], spec: PartSpec) -> None:
+        if isinstance(spec, Columns):
+            sizes.append(columns_size(part, spec.shapes, spec.kinds))
+        else:
+            sizes.append(len(_write_part(part, spec)))
+
+    _visit(parts, bucket, measure)
+    return sum(sizes)
+
+
+def _visit(parts: Parts, bucket: Bucket, see: Callable[[NDArray[Any], PartSpec], None]) -> None:
+    """Show each part with its specification, in the order of the frame."""
+
+    def visit(spec: PartSpec) -> NDArray[Any]:
         part = parts.get(spec.name)
         if part is None or part.size != getattr(spec, "count", 1):
             raise LayoutError(f"codec {bucket.codec}: part {spec.name!r} does not fit {spec}")
-        written.append(_write_part(part, spec))
+        see(part, spec)
         return part
 
-    written: list[bytes] = []
-    _walk(bucket.codec.schema(bucket.layout), write)
-    return b"".join(written)
+    _walk(bucket.codec.schema(bucket.layout), visit)
 
 
 def _walk(schema: Schema, step: Callable[[PartSpec], NDArray[Any]]) -> None:

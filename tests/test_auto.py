@@ -294,3 +294,14 @@ def test_stratified_dithers_cancel_over_a_cohort() -> None:
     together = mean([(99, client / clients) for client in range(clients)])
     alone = mean([None] * clients)
     assert together < 0.3 * alone
+
+
+@pytest.mark.parametrize("budget", [60, 100, 200])
+def test_flat_residuals_do_not_end_in_empty_frames(budget: int) -> None:
+    """Error feedback leaves what is long and of no rank; some of it must be sent, or training stands still."""
+    for seed in range(4):
+        random = np.random.default_rng(seed)
+        update = {name: x + 2 * random.standard_normal(x.shape, np.float32) for name, x in trained(seed, 0.3).items()}
+        codec = Auto(f"{budget} B")
+        assert len(upload(update, codec).frame) >= 0.6 * budget
+        assert error(update, codec) < 0.999

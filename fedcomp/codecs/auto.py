@@ -141,7 +141,7 @@ class Auto(Codec):
             return {"way": np.array(_RESTS if "rest" in parts else _LRQ), **ShortLRQ.shortened(parts)}
 
         def measure(parts: Parts) -> int:
-            return len(wire.write_parts(whole(parts), Bucket(Auto(), layout)))
+            return wire.parts_size(whole(parts), Bucket(Auto(), layout))
 
         rank = _RANKS[8 * upload.room > _RICH * x.size]
         encoder = Encoder.of(x, layout, rank, 0.0, rng)

@@ -29,7 +29,8 @@ _ZERO, POINTWISE = range(2)  # modes; 1 + r stands for factors of rank r
 _FEW = 4096  # so many values are coded like factors; above, with tables, by rows and columns
 _SLOPES = (0.01, 0.1)  # lambda in squared steps a bit, at least and at most
 _SHARE = 0.75  # lambda over the slope of `Cells`: at the slope itself, few values that matter would look not worth it
-_LEAST_GAIN = 0.5  # squared steps, of a direction for each of its values that is not zero: those take about 5 bits
+_FACTOR_VALUES = 1 << 16  # of a tensor, at most: they are coded in a loop over all of them
+_GAINS = (0.5, 0.15)  # squared steps that a direction must gain for each value that is not zero: they take 5 bits
 _RHO = 0.39
 _SHIFT = 0.06  # rho is so much less between quiet neighbours, and so much more between busy ones
 _ROUNDING = 1e-6  # of the energy, what float32 may be off by: never worse than sending zeros
@@ -43,12 +44,13 @@ _GRID = 32  # steps an octave
 _CODINGS = 3  # times that the search starts anew with what coding has taught
 _FIXED, _MODE = 40.0, 2.0  # about the bits of step and so on, and of a tensor's mode
 _SLACK_SHARE, _SLACK = 0.02, 8  # of the room, and bytes, that may be left over
-_WASTE = 2  # times that: too much
+_WASTE_SHARE, _WASTE = 0.027, 15  # likewise, that are worth another search
 _RICH = 1.5  # bits a value from which on what factors leave counts
+_SMALL = 1 << 18  # values of a model that is worth the time of a second search
 _FILLS = 4
 _LEARNT = 64.0  # bits of large tensors that are worth learning from
 _RHOS = (0.05, _RHO)  # rounding offsets to fill the room with, from the one that spends least
-_FINER = (1, 8)  # at steps so much smaller, one after the other while much is left
+_FINER = (1, 4, 12)  # at steps so much smaller, one after the other while much is left
 _GUESS = 4.0  # octaves of bits that the ends of the search are thought to be off, until they have been tried
 
 
@@ -182,13 +184,14 @@ class Source:
         matrix = place.upright(x)
         strong = np.zeros((0, len(matrix)), np.float32)
         if place.rank and x.any():
-            left, right = truncated_svd(matrix, place.rank, rng)
+            rank = min(place.rank, max(1, _FACTOR_VALUES // sum(matrix.shape)))
+            left, right = truncated_svd(matrix, rank, rng)
             strong = left.T * np.linalg.norm(right, axis=1)[:, None]
         energy = float(np.square(x, dtype=np.float64).sum())
         peaks = np.abs(strong).max(axis=1, initial=0)
         return cls(place, x, matrix, energy, strong, peaks, Cells.of(x) if place.is_large else None)
 
-    def ways(self, step: float, rho: float, rests: bool) -> "Iterator[Way]":
+    def ways(self, step: float, rho: float, gain: float, rests: bool) -> "Iterator[Way]":
         """The ways to send it at a step, what factors leave only if it may be."""
         yield Way(_ZERO, self.energy)
         if self.cells:
@@ -199,7 +202,7 @@ class Source:
                 error = float(np.square(self.matrix.T - q * step).sum())
                 yield Way(POINTWISE, error, 0.0, (q,), (_MATRIX if self.place.rank else _VECTOR,))
         if len(self.strong):
-            for way in self._factors(step, rho):
+            for way in self._factors(step, rho, gain):
                 yield way
                 if rests and way.error > _REST * step**2 * self.values.size:
                     yield from self._with_rest(way, step, rho)
@@ -229,7 +232,7 @@ class Source:
         """The values that go through a coder with tables."""
         return self.place.stored(self.rest(way, step)).astype(np.float32, copy=False) if way.rest else self.values
 
-    def _factors(self, step: float, rho: float) -> "Iterator[Way]":
+    def _factors(self, step: float, rho: float, gain: float) -> "Iterator[Way]":
         long = _round(self.strong[self.peaks >= (1 - rho - _SHIFT) * step] / np.float32(step), rho)
         long = long[long.any(axis=1)]
         if not len(long):
@@ -241,7 +244,7 @@ class Source:
         fitted = np.linalg.solve(gram + _RIDGE * np.eye(len(gram)), seen)
         short = _round(fitted / step, rho)
         sent = np.count_nonzero(long, axis=1) + np.count_nonzero(short, axis=1)
-        kept = np.square(short).sum(axis=1) > _LEAST_GAIN * sent  # what a direction gains, for what it costs
+        kept = np.square(short).sum(axis=1) > gain * sent  # what a direction gains, for what it costs
         long, short = long[kept], short[kept]
         if len(long):
             gain = 2 * step * float((seen[kept] * short).sum())
@@ -324,6 +327,7 @@ class Encoder:
         cells: histogram of all values.
         peak: the largest magnitude.
         rho: rounding offset; 0: chosen.
+        gain: what a direction must gain to be sent.
         rests: whether what factors leave may be sent too, value by value.
     """
 
@@ -332,6 +336,7 @@ class Encoder:
     exponent: int
     peak: float
     rho: float
+    gain: float = _GAINS[0]
     rests: bool = False
 
     @classmethod
@@ -384,14 +389,15 @@ class Encoder:
         Steps are halved from one at which nothing is sent until the estimate exceeds the room, and the last octave is
         bisected: which steps are tried does not hang on the room before the paths part, so more room never means a
         larger step. What the estimate gets wrong for large tensors is measured and corrected. The room that is left
-        then is filled at the next smaller step, by rounding fewer values up there. Where the length jumps, because a
-        tensor goes from factors to all its values, what factors leave is sent as well; so it is at high rates.
+        then is filled at the next smaller step, by rounding fewer values up there. Where much is left even so, since
+        the length jumps there, weaker directions may be sent, and what factors leave; so it may at high rates.
         """
         best = _Fit(self, room, measure).run()
-        wasted = best.slack > _WASTE * best.tolerated and any(way.mode > POINTWISE for way in best.attempt.ways)
-        if wasted or 8 * room > _RICH * sum(source.values.size for source in self.sources):
-            rests = _Fit(replace(self, rests=True), room, measure).run()
-            best = min(best, rests, key=lambda fit: fit.error)
+        if best.wasteful:
+            best = min(best, _Fit(replace(self, gain=_GAINS[1]), room, measure).run(), key=lambda fit: fit.error)
+        size = sum(source.values.size for source in self.sources)
+        if best.wasteful or (8 * room > _RICH * size and size <= _SMALL):
+            best = min(best, _Fit(replace(self, rests=True), room, measure).run(), key=lambda fit: fit.error)
         return best.parts
 
     def attempt(self, step: float, like: Tally, rho: float) -> Attempt:
@@ -403,7 +409,7 @@ class Encoder:
         prices, slope = like.prices(), float(np.clip(_SHARE * self.cells.slope(step), *_SLOPES))
         price, usual = slope * step**2, self.rho or _RHO
         ways = [
-            min(source.ways(step, usual, self.rests), key=lambda way: way.cost(price, prices))
+            min(source.ways(step, usual, self.gain, self.rests), key=lambda way: way.cost(price, prices))
             for source in self.sources
         ]
         if any(source.has_tables(way) for source, way in zip(self.sources, ways, strict=True)):
@@ -464,6 +470,11 @@ class _Fit:
         """Bytes that may be left over."""
         return max(_SLACK_SHARE * self._room, _SLACK)
 
+    @property
+    def wasteful(self) -> bool:
+        """Whether too much is left over, or nothing fits."""
+        return not 0 <= self.slack <= max(_WASTE_SHARE * self._room, _WASTE)
+
     def run(self) -> "_Fit":
         """Search, and return itself."""
         number = None
@@ -476,7 +487,7 @@ class _Fit:
                 return self
         assert number is not None
         for finer in _FINER:
-            if number + finer <= self._most and not 0 <= self.slack <= self.tolerated:
+            if number + finer <= self._most and (finer == 1 or self.wasteful):
                 self._fill(number + finer)
         step = 1
         while self.slack < 0 and number > 0:  # estimates that are off: nothing fits yet

@@ -16,6 +16,7 @@ in a loop over Python's integers: factors are few beside the parameters that the
 state would waste hold the first of the raw bits. See FORMAT.md, section 6.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -47,6 +48,8 @@ _PRIOR[:_FLAGS] = 0.9, 0.1  # most values are zero
 _PRECISION = 14
 _FLOOR = 1 << 16  # states are in [2**16, 2**24); bytes move in and out
 _STATE_BYTES = 3
+_LENGTHS = bit_length(np.arange(TOP + 1))
+_LOSS = 2e-4  # what whole numbers as states may cost, over the ideal length
 _HEAD_BYTES = 2  # of raw bits, in the start state
 
 
@@ -116,18 +119,24 @@ def encode_columns(values: NDArray[Any], shapes: Shapes, kinds: Sequence[int]) -
         raise ConfigError(f"columns: expected {_count(shapes)} values of at most {TOP}, got {values.size} or larger")
     if not values.size:
         return b""
-    edges = np.cumsum([0, *(rows * columns for rows, columns in shapes)]).tolist()
-    matrices = [values[a:b].reshape(shape[::-1]) for (a, b), shape in zip(pairwise(edges), shapes, strict=True)]
-    flags = [_flag_decisions(matrix != 0, kind) for matrix, kind in zip(matrices, kinds, strict=True)]
-    sizes = [_sizes(matrix, kind) for matrix, kind in zip(matrices, kinds, strict=True)]
-    size, which, magnitudes = (np.concatenate(arrays) for arrays in zip(*sizes, strict=True))
-    widths, negative = _raw_widths(size), values[values != 0] < 0
+    contexts, outcomes, widths, magnitudes = _decisions(values, shapes, kinds)
     writer = BitWriter()
-    writer.put((magnitudes & (1 << widths - 1) - 1) << 1 | negative, widths)
+    writer.put((magnitudes & (1 << widths - 1) - 1) << 1 | (values[values != 0] < 0), widths)
     raw = writer.to_bytes()
     start = _FLOOR | int.from_bytes(raw[:_HEAD_BYTES], "little")
-    contexts, outcomes = _join([*flags, *_size_decisions(size, which, magnitudes)])
     return _encode(contexts, outcomes, start) + raw[_HEAD_BYTES:]
+
+
+def columns_size(values: NDArray[Any], shapes: Shapes, kinds: Sequence[int]) -> int:
+    """About the bytes that encode_columns makes of the same arguments, in a tenth of its time; seldom too few."""
+    if not values.size:
+        return 0
+    contexts, outcomes, widths = _decisions(values.astype(np.int64, copy=False), shapes, kinds)[:3]
+    shares = _shares(contexts, outcomes)
+    frequencies = np.where(outcomes, shares, (1 << _PRECISION) - shares)
+    bits = _PRECISION * contexts.size - float(np.log2(frequencies).sum())
+    head = min(int(widths.sum()), 8 * _HEAD_BYTES)
+    return _STATE_BYTES + math.ceil(bits / 8 * (1 + _LOSS)) + -(-(int(widths.sum()) - head) // 8)
 
 
 def decode_columns(data: bytes | memoryview, shapes: Shapes, kinds: Sequence[int]) -> tuple[NDArray[np.int32], int]:
@@ -150,6 +159,17 @@ def decode_columns(data: bytes | memoryview, shapes: Shapes, kinds: Sequence[int
 
 
 # --- which decisions there are, in which contexts --------------------------------------------------------------------
+
+
+def _decisions(values: Ints, shapes: Shapes, kinds: Sequence[int]) -> tuple[Ints, NDArray[np.bool_], Ints, Ints]:
+    """Contexts and outcomes of all decisions; of each value that is not zero its raw bits and its magnitude."""
+    edges = np.cumsum([0, *(rows * columns for rows, columns in shapes)]).tolist()
+    matrices = [values[a:b].reshape(shape[::-1]) for (a, b), shape in zip(pairwise(edges), shapes, strict=True)]
+    flags = [_flag_decisions(matrix != 0, kind) for matrix, kind in zip(matrices, kinds, strict=True)]
+    sizes = [_sizes(matrix, kind) for matrix, kind in zip(matrices, kinds, strict=True)]
+    size, which, magnitudes = (np.concatenate(arrays) for arrays in zip(*sizes, strict=True))
+    contexts, outcomes = _join([*flags, *_size_decisions(size, which, magnitudes)])
+    return contexts, outcomes, _raw_widths(size), magnitudes
 
 
 def _count(shapes: Shapes) -> int:
@@ -191,7 +211,7 @@ def _sizes(columns: Ints, kind: int) -> tuple[Ints, Ints, Ints]:
     """Of each value that is not zero: the bits of its magnitude, kind and class of its column, its magnitude."""
     busy = columns != 0
     magnitudes = np.abs(columns[busy])
-    return bit_length(magnitudes), _which(busy, kind), magnitudes
+    return _LENGTHS[magnitudes], _which(busy, kind), magnitudes
 
 
 def _plane(which: Ints, plane: Ints | int) -> Ints:
