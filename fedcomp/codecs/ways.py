@@ -29,6 +29,7 @@ _ZERO, POINTWISE = range(2)  # modes; 1 + r stands for factors of rank r
 _FEW = 4096  # so many values are coded like factors; above, with tables, by rows and columns
 _SLOPES = (0.01, 0.1)  # lambda in squared steps a bit, at least and at most
 _SHARE = 0.75  # lambda over the slope of `Cells`: at the slope itself, few values that matter would look not worth it
+_CHEAP = 0.3  # price of a bit where there is room
 _FACTOR_VALUES = 1 << 16  # of a tensor, at most: they are coded in a loop over all of them
 _GAINS = (0.5, 0.15)  # squared steps that a direction must gain for each value that is not zero: they take 5 bits
 _RHO = 0.39
@@ -328,6 +329,7 @@ class Encoder:
         peak: the largest magnitude.
         rho: rounding offset; 0: chosen.
         gain: what a direction must gain to be sent.
+        price: what a bit is taken to cost, over what it should.
         rests: whether what factors leave may be sent too, value by value.
     """
 
@@ -337,6 +339,7 @@ class Encoder:
     peak: float
     rho: float
     gain: float = _GAINS[0]
+    price: float = 1.0
     rests: bool = False
 
     @classmethod
@@ -390,11 +393,13 @@ class Encoder:
         bisected: which steps are tried does not hang on the room before the paths part, so more room never means a
         larger step. What the estimate gets wrong for large tensors is measured and corrected. The room that is left
         then is filled at the next smaller step, by rounding fewer values up there. Where much is left even so, since
-        the length jumps there, weaker directions may be sent, and what factors leave; so it may at high rates.
+        the length jumps there, ways that pay less may be taken, and what factors leave be sent; the latter also at high
+        rates.
         """
         best = _Fit(self, room, measure).run()
         if best.wasteful:
-            best = min(best, _Fit(replace(self, gain=_GAINS[1]), room, measure).run(), key=lambda fit: fit.error)
+            eager = replace(self, gain=_GAINS[1], price=_CHEAP)
+            best = min(best, _Fit(eager, room, measure).run(), key=lambda fit: fit.error)
         size = sum(source.values.size for source in self.sources)
         if best.wasteful or (8 * room > _RICH * size and size <= _SMALL):
             best = min(best, _Fit(replace(self, rests=True), room, measure).run(), key=lambda fit: fit.error)
@@ -407,7 +412,7 @@ class Encoder:
         if not step:
             return Attempt(0, 0.0, [], Tally.none(), 0.0, 0.0, np.inf)
         prices, slope = like.prices(), float(np.clip(_SHARE * self.cells.slope(step), *_SLOPES))
-        price, usual = slope * step**2, self.rho or _RHO
+        price, usual = self.price * slope * step**2, self.rho or _RHO
         ways = [
             min(source.ways(step, usual, self.gain, self.rests), key=lambda way: way.cost(price, prices))
             for source in self.sources
