@@ -130,7 +130,8 @@ def compress(
 def smallest_frame(plan: Plan, layout: Layout) -> int:
     """Bytes that a frame takes at most, if the codec with a budget takes as few as it can.
 
-    Verbatim tensors count uncompressed, notes on feedback do not count. 0 for a plan without a budget.
+    Verbatim tensors count uncompressed, and a dtype table counts unless all are float32, since servers widen dtypes.
+    Notes on feedback do not count. 0 for a plan without a budget.
     """
     buckets = plan.buckets(layout)
     if all(bucket.codec.limit(layout.size) is None for bucket in buckets):
@@ -143,7 +144,9 @@ def smallest_frame(plan: Plan, layout: Layout) -> int:
         for b in buckets
     ]
     verbatim = {t.name: np.zeros(t.shape, t.dtype) for t in plan.verbatim(layout)}
-    return len(wire.pack(wire.Contents(plan, layout, 2**14, parts, verbatim), layout, deflate=False))
+    plain = all(tensor.dtype == "float32" for tensor in layout.tensors)
+    base = layout if plain else layout.with_dtypes("bool" for _ in layout.tensors)  # of other dtypes: there is a table
+    return len(wire.pack(wire.Contents(plan, layout, 2**14, parts, verbatim), base, deflate=False))
 
 
 def _for_upload(
