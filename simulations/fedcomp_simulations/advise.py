@@ -23,7 +23,7 @@ from fedcomp_simulations.runner import collected_warnings
 from fedcomp_strategies.averaging import averages
 from fedcomp_strategies.rates import Choice, choose
 
-FEEDBACKS = ("auto", "none", "cafe", "cafe(beta=0.8)", "ef")
+FEEDBACKS = ("auto", "none", "cafe", "ef")
 """What is tried with every budget that is asked for; "auto" first, so that it is not what is dropped as a duplicate."""
 
 NEIGHBOURS = (1 / 3, 3.0)
