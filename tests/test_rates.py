@@ -110,6 +110,14 @@ def test_settings_of_the_user_stand() -> None:
     assert explicit._norm_cap is None
 
 
+def test_auto_within_a_schedule_is_chosen_too() -> None:
+    strategy, sizes = fedavg("float32 | 3: auto", budget="250 B"), Sizes()
+    run(strategy, [sizes, mod()], rounds=5)
+    assert min(sizes.of([1, 2])) > 2400
+    assert max(sizes.of([3])) <= 250
+    assert {str(request.feedback) for request in sizes.requests} == {"cafe(beta=0.95)"}
+
+
 def test_mistakes_end_before_the_run() -> None:
     with pytest.raises(ConfigError, match="needs the budget of an upload"):
         fedavg()

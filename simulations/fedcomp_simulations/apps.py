@@ -68,7 +68,7 @@ def server_app(experiment: Experiment, method: Method, seed: int, on_round: OnRo
         _samples(experiment, seed)  # data that cannot be had must end the run here, not fail every client
         strategy = Compressed(
             make_strategy(experiment, method),
-            uplink="auto" if method.codec.strip() == "auto" else method.uplink,
+            uplink=method.codec if method.budget else method.uplink,  # as text, what suits "auto" is chosen
             budget=method.budget or None,
             shared=method.shared,
             feedback=method.feedback,

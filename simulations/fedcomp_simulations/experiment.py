@@ -50,7 +50,8 @@ class Method:
         feedback: what makes up for losses, as text.
         gentle_share, min_size: what becomes of small tensors, see fedcomp.Plan.
         downlink: "pack", "plain", or the codec of the global model's differences.
-        budget, shared: of the codec "auto", see fedcomp_strategies.Compressed; budget "": none.
+        budget, shared: of the codec "auto", see fedcomp_strategies.Compressed; budget "": none. With one, gentle_share
+            and min_size have no effect.
         norm_cap: see there; 0: what suits "auto", else none; below 0: none.
         average: see there.
         strategy, strategy_options: in the place of the experiment's, such as FedAvgM as the twin of a feedback with

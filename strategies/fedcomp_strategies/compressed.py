@@ -134,8 +134,9 @@ class Compressed(Strategy):
     Args:
         strategy: the strategy to wrap.
         uplink: what clients do with their updates: a codec, its text such as ``"topk(0.01, values=uniform(8))"``, or
-            a Plan, or a Schedule of them over the rounds. "auto", with a budget: the codec and all that is left to
-            "auto" below are chosen for the model, see `rates`; the log says what and why.
+            a Plan, or a Schedule of them over the rounds. A text with "auto", as in "auto" or "float32 | 3: auto", and
+            a budget: the codec and all that is left to "auto" below are chosen for the model, see `rates`; the log
+            says what and why.
         budget: bytes of an upload for `auto` in the uplink: "2 kB", "0.05 bits" (per parameter), "30 s at 20 kbit/s",
             "1/1000" (of float32), a number of bytes, or several over the rounds: "500 B | 10: 2 kB",
             "60 B to 640 B over 50 rounds".
@@ -197,7 +198,7 @@ class Compressed(Strategy):
         self.integers = integers
         self.device = resolve(device)
         self._mixed = mixed_fleet
-        self._left_open = isinstance(uplink, str) and uplink.strip() == "auto"
+        self._left_open = isinstance(uplink, str) and any(p.codec == Auto() for p in as_schedule(uplink).plans())
         self._wanted = None if feedback == "auto" else as_feedback(feedback)
         self._wanted_cap = norm_cap
         self._schedule = _with_budget(as_schedule(uplink), budget)
@@ -348,8 +349,8 @@ class Compressed(Strategy):
         if not self._left_open or not has_floats(arrays):
             return
         layout = Layout.of(views(arrays))
-        codec = self._schedule.plan(1).codec
-        bits = 8 * (codec.limit(layout.size) or 0) / max(layout.size, 1)
+        budgets = [p.codec.limit(layout.size) or 0 for p in self._schedule.plans() if isinstance(p.codec, Auto)]
+        bits = 8 * min(budgets) / max(layout.size, 1)
         predictors = self._downlink is not None
         choice = choose(layout, bits, clients, self.strategy, self._wanted, predictors=predictors)
         self._schedule = replace(

@@ -85,6 +85,8 @@ def choose(
 
 def _feedback(layout: Layout, recurrent: bool, strategy: Strategy, predictors: bool) -> tuple[Feedback, str]:
     name = type(strategy).__name__
+    if name.startswith("DifferentialPrivacy"):
+        return NoFeedback(), "residuals would carry what was not noised from round to round"
     if not averages(strategy):
         return ErrorFeedback(), f"{name} looks at each client's model, which unbiased noise would spoil"
     if isinstance(strategy, FedAdam | FedYogi | FedAdagrad):

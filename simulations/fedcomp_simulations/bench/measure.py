@@ -20,6 +20,7 @@ LEAST_SECONDS = 0.3
 
 
 TYPICAL = {
+    "auto": ["'0.03 bits'", "'0.07 bits'", "'0.3 bits'", "'1 bits'", "'0.1 bits', unbiased=True"],
     "blocktopk": ["0.05, values=uniform(8)"],
     "e8": ["bits=1", "bits=2"],
     "ecsq": [
