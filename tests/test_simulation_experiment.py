@@ -40,7 +40,10 @@ def parse(text: str) -> Experiment:
 def test_shipped_experiments_load() -> None:
     assert shipped() == (
         "budgets-fashion-cnn",
+        "budgets-fashion-skewed",
         "budgets-imu-cnn",
+        "budgets-mnist-cnn",
+        "budgets-mnist-mlp",
         "budgets-shakespeare-gru",
         "mnist-cnn",
         "mnist-feedback",
