@@ -57,7 +57,8 @@ def model() -> Model:
         (MLP, FedMedian(), NoFeedback(), 0.1, True, NoFeedback(), None),
         (CNN, FedAvg(), None, 0.1, True, NoFeedback(), 2.0),
         (MOTION, FedAvg(), None, 0.01, True, NoFeedback(), 2.0),
-        (GRU, FedAvg(), None, 0.1, True, NoFeedback(), 0.7),
+        (GRU, FedAvg(), None, 0.1, True, NoFeedback(), 1.0),
+        (GRU, FedAvg(), None, 0.03, True, NoFeedback(), 0.7),
         (GRU, FedAvg(), CAFe(), 0.1, False, CAFe(), None),
     ],
 )

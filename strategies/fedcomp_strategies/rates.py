@@ -7,8 +7,8 @@ on text, a 1-D convolutional one on motion; the experiments `budgets-...` repeat
 * Biased coding with CAFe is the best use of few bytes on perceptrons. On convolutional and recurrent networks unbiased
   coding is, as the least error leaves out small layers, such as the first one, for good.
 * What unbiased coding adds below one bit is many times as long as the update. Convolutional networks do best with steps
-  up to twice as long as the updates; recurrent ones leave the region where they are stable unless steps are shorter
-  than the updates.
+  up to twice as long as the updates; recurrent ones leave the region where they are stable unless steps are no longer
+  than the updates, and shorter at the lowest rates.
 * Adaptive server steps suffer from biased coding with feedback, and not from unbiased coding.
 """
 
@@ -34,7 +34,8 @@ LEAST_BITS = 0.02
 """Bits per parameter below which no setting is near the accuracy of float32."""
 
 _NOISY_BITS = 1.0  # below, unbiased coding adds more than the update is long
-_CAP, _RECURRENT_CAP = 2.0, 0.7
+_CAP, _RECURRENT_CAP = 2.0, 1.0
+_LOW_BITS, _LOW_CAP = 0.05, 0.7  # of recurrent networks
 _BETA = 0.95  # of CAFe on perceptrons, where it does not diverge
 
 
@@ -77,7 +78,9 @@ def choose(
         reason = f"feedback {feedback} makes up for the least error"
     unbiased = isinstance(feedback, NoFeedback)
     capped = unbiased and bits < _NOISY_BITS and averages(strategy)
-    cap = (_RECURRENT_CAP if recurrent else _CAP) if capped else None
+    cap = None
+    if capped:
+        cap = _CAP if not recurrent else _LOW_CAP if bits < _LOW_BITS else _RECURRENT_CAP
     if unbiased and 0 < clients < 4:
         reason += f"; but the noise of {clients} clients hardly averages out"
     return Choice(unbiased, feedback, cap, reason)
