@@ -20,13 +20,15 @@ from fedcomp.errors import ConfigError
 
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)"
-_BYTES = re.compile(rf"{_NUMBER}\s*(?:(k|m|g|ki|mi|gi)?(?:b|bytes?))?", re.IGNORECASE)
+_BYTES = re.compile(rf"{_NUMBER}\s*(?:(k|K|M|G|ki|Ki|Mi|Gi)?(?:B|[Bb]ytes?))?")  # b would be bits
 _BITS = re.compile(rf"{_NUMBER}\s*(?:bits?|bpp)(?:\s*(?:per|/)\s*parameter)?", re.IGNORECASE)
 _TIME = re.compile(rf"{_NUMBER}\s*(s|min)\s*(?:at|@)\s*{_NUMBER}\s*(k|m|g)?(?:bit/s|bps)", re.IGNORECASE)
 _PERCENT = re.compile(rf"{_NUMBER}\s*%")
 _SHARE = re.compile(rf"1\s*/\s*{_NUMBER}")
 _GROWTH = re.compile(r"(.+?)\s+to\s+(.+?)\s+over\s+(\d+)(?:\s+rounds)?", re.IGNORECASE)
 _GROWN = 1.25  # from one phase of a growing budget to the next
+_MOST_FIXED = 0.9  # of the target
+_FAR = 64.0  # times the steps that were used last: as far as the next one may be from them
 _AIM = 0.98  # of the target, lest the mean ends above it
 _SLOPE = 1 / 1.5  # octaves of the step for an octave of bytes
 _LARGEST = 2**50
@@ -141,16 +143,18 @@ class RateControl:
     """Largest factor by which a round's target, or the step, differs from what it was."""
 
     def __init__(self, target: float, fixed: float = 0.0) -> None:
-        self.target, self.fixed = target, min(fixed, 0.9 * target)
+        self.target, self.fixed = target, min(fixed, _MOST_FIXED * target)
         self.step = 0.0
         self._saved = 0.0
+        self._shortest = math.inf
+        self._used = 0.0
 
     def aim(self, target: float, fixed: float) -> None:
         """Change what to keep to, such as in the next phase of a schedule."""
-        if (target, min(fixed, 0.9 * target)) == (self.target, self.fixed):
+        if (target, min(fixed, _MOST_FIXED * target)) == (self.target, self.fixed):
             return
         before = self.target - self.fixed
-        self.target, self.fixed = target, min(fixed, 0.9 * target)
+        self.target, self.fixed = target, min(fixed, _MOST_FIXED * target)
         self.step *= (before / (self.target - self.fixed)) ** _SLOPE
 
     def observe(self, sizes: Sequence[int], steps: Sequence[float]) -> None:
@@ -162,11 +166,19 @@ class RateControl:
         if not sizes or (not self.step and not known):
             return
         spent = sum(sizes) / len(sizes)
+        used = math.exp(math.fsum(map(math.log, known)) / len(known)) if known else 0.0
         if not self.step:
-            self.step = math.exp(math.fsum(map(math.log, known)) / len(known))
+            self.step = self._used = used
             return
-        self._saved += _AIM * self.target - spent
+        most = self.HORIZON * self.target
+        self._saved = min(max(self._saved + _AIM * self.target - spent, -most), most)
+        self._shortest = min(self._shortest, *sizes)
+        fixed = min(self.fixed, self._shortest)  # it is what they take at most
         wanted = _AIM * self.target + self._saved / self.HORIZON
-        wanted = min(max(wanted - self.fixed, (self.target - self.fixed) / self._MOST), self._MOST * self.target)
-        ratio = max(spent - self.fixed, 1.0) / wanted
+        wanted = min(max(wanted - fixed, (self.target - fixed) / self._MOST), self._MOST * self.target)
+        ratio = max(spent - fixed, 1.0) / wanted
         self.step *= min(max(ratio**self.GAIN, 1 / self._MOST), self._MOST)
+        if used:  # updates of zeros, or of less than any step, must not make it run away
+            self._used = used
+        if self._used:
+            self.step = min(max(self.step, self._used / _FAR), _FAR * self._used)

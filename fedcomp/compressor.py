@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -124,18 +125,35 @@ def compress(
         kept |= _carried(before, slot, plan.verbatim(layout))
     notes = replace(notes, shortened=shortened, norm=wire.Notes.rounded_up(norm) if measured else None)
     contents = replace(contents, parts=[coded[index] for index in range(len(buckets))], notes=notes)
-    return CompressedUpdate(wire.pack(contents, Layout.of(base)), Memory(round, after), norm, notes)
+    frame = wire.pack(contents, Layout.of(base))
+    for limit in _limits(plan, layout):
+        if len(frame) > limit:
+            raise _too_small(limit, len(frame))
+    return CompressedUpdate(frame, Memory(round, after), norm, notes)
 
 
+def _limits(plan: Plan, layout: Layout) -> list[int]:
+    """Of the plan's codecs, used or not."""
+    return [limit for codec in plan.codecs() if (limit := codec.limit(layout.size)) is not None]
+
+
+def _too_small(limit: int, least: int) -> BudgetError:
+    return BudgetError(
+        f"budget of {limit} bytes: the smallest upload for this model takes {least}; raise the budget, or send "
+        "fewer tensors verbatim"
+    )
+
+
+@lru_cache(maxsize=16)
 def smallest_frame(plan: Plan, layout: Layout) -> int:
     """Bytes that a frame takes at most, if the codec with a budget takes as few as it can.
 
-    Verbatim tensors count uncompressed, and a dtype table counts unless all are float32, since servers widen dtypes.
-    Notes on feedback do not count. 0 for a plan without a budget.
+    Verbatim tensors count uncompressed, and there is a dtype table, since servers widen dtypes. Notes on feedback do
+    not count. 0 for a plan without a budget.
     """
-    buckets = plan.buckets(layout)
-    if all(bucket.codec.limit(layout.size) is None for bucket in buckets):
+    if not _limits(plan, layout):
         return 0
+    buckets = plan.buckets(layout)
     rng = np.random.default_rng(0)
     parts = [
         b.codec.encode(np.zeros(b.layout.size, np.float32), b.layout, rng)
@@ -144,8 +162,7 @@ def smallest_frame(plan: Plan, layout: Layout) -> int:
         for b in buckets
     ]
     verbatim = {t.name: np.zeros(t.shape, t.dtype) for t in plan.verbatim(layout)}
-    plain = all(tensor.dtype == "float32" for tensor in layout.tensors)
-    base = layout if plain else layout.with_dtypes("bool" for _ in layout.tensors)  # of other dtypes: there is a table
+    base = layout.with_dtypes("bool" for _ in layout.tensors)  # other dtypes: so there is a table
     return len(wire.pack(wire.Contents(plan, layout, 2**14, parts, verbatim), base, deflate=False))
 
 
@@ -168,15 +185,12 @@ def _for_upload(
         return codec
     if len(coded) < len(buckets) - 1:
         raise ConfigError("plan: expected one codec with a budget, got several; a budget is for the whole upload")
-    parts = [coded.get(other, codec.least(layout)) for other in range(len(buckets))]
+    least = codec.least(layout)
+    parts = [least if other == index else coded[other] for other in range(len(buckets))]
     whole = len(wire.pack(replace(contents, parts=parts), base))
     if whole > limit:
-        raise BudgetError(
-            f"budget of {limit} bytes: the smallest upload for this model takes {whole}; raise the budget, or send "
-            "fewer tensors verbatim"
-        )
-    least = len(wire.write_parts(parts[index], buckets[index]))
-    return codec.for_upload(Upload(limit - whole + least, weight, dither))
+        raise _too_small(limit, whole)
+    return codec.for_upload(Upload(limit - whole + len(wire.write_parts(least, buckets[index])), weight, dither))
 
 
 def _still_good(memory: Memory | None, feedback: Feedback, round: int) -> tuple[Memory, bool]:

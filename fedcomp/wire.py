@@ -149,7 +149,7 @@ def write_parts(parts: Parts, bucket: Bucket) -> bytes:
 
 
 def parts_size(parts: Parts, bucket: Bucket) -> int:
-    """Bytes of write_parts, or a few more: columns, which take long, are estimated."""
+    """About the bytes of write_parts: columns, which take long, are estimated."""
     sizes: list[int] = []
 
     def measure(part: NDArray[Any], spec: PartSpec) -> None:
@@ -256,6 +256,11 @@ def peek(frame: bytes) -> tuple[int, Notes] | None:
         return head.round, _read_notes(reader, head.flags)
     except FrameError:
         return None
+
+
+def version_of(frame: bytes) -> int:
+    """The version of what is a sound frame."""
+    return frame[len(MAGIC)]
 
 
 def inspect(frame: bytes) -> dict[str, Any]:
@@ -371,7 +376,10 @@ def _read_notes(reader: _Reader, flags: int) -> Notes:
 def _read_plan(reader: _Reader, expected: Plan | None, version: int) -> Plan:
     described = reader.take(reader.varint())
     if expected is None:
-        return read_plan(described)
+        plan = read_plan(described)
+        if describe(plan, whole=version == 1) != described:
+            raise FrameError("descriptor: expected the shortest form of the plan, got another")
+        return plan
     if described != describe(expected, whole=version == 1):
         try:
             came = str(read_plan(described[:_TOLD]).to_config())

@@ -110,14 +110,14 @@ def test_budgets_are_in_order_and_equal_ones_are_one() -> None:
 def test_what_does_not_fit_is_left_out_with_a_note() -> None:
     chosen = trial(TASK, ["30 B", "100 kB"])
     assert chosen.notes == (
-        "budget '10 B' with feedback auto is left out: an upload takes 19 bytes",
-        "budget '30 B' with feedback none is left out: an upload takes 36 bytes",
+        "budget '10 B' with feedback auto is left out: an upload takes 21 bytes",
+        "budget '30 B' with feedback none is left out: an upload takes 38 bytes",
         "budget '300000 B' is left out: float32 fits into it",
     )
     assert names(chosen.experiment.methods)[1:4] == ["30 B, automatic (cafe(beta=0.95))", "30 B, cafe", "30 B, ef"]
 
 
-@pytest.mark.parametrize(("feedback", "least"), [("none", 36), ("cafe", 19), ("ef", 24)])
+@pytest.mark.parametrize(("feedback", "least"), [("none", 38), ("cafe", 21), ("ef", 26)])
 def test_the_smallest_upload_is_what_the_server_says_it_is(feedback: str, least: int) -> None:
     run_one(replace(TASK, rounds=1), setting(feedback, f"{least} B"), 0, lambda progress: None)
     with pytest.raises(BudgetError, match=f"takes {least} bytes"):
@@ -303,9 +303,9 @@ def test_results_that_cannot_be_written_are_shown_and_kept(
         (["--budget", "640 B | 5: 2 kB"], "cannot be read"),
         (
             ["--budget", "18 B"],
-            "budget '18 B' is 18 bytes for this model, whose smallest upload takes 19 bytes; give at",
+            "budget '18 B' is 18 bytes for this model, whose smallest upload takes 21 bytes; give at",
         ),
-        (["--budget", "640 B", "--budget", "0.1 B"], "smallest upload takes 19 bytes"),
+        (["--budget", "640 B", "--budget", "0.1 B"], "smallest upload takes 21 bytes"),
         (["--budget", "1 MB"], "budget '1 MB': float32 fits into it, with 203560 bytes; nothing to compress"),
         (["--budget", "640 B", "--experiment", "cifar"], "unknown experiment 'cifar': no such file, and shipped are"),
         (["--budget", "640 B", "--rounds", "0"], "rounds: expected at least 1, got 0"),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flower_app import CLIENTS, Model, OrderedGrid, client_app, record, run, start_model
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import Context, Message
 from flwr.clientapp.typing import Mod
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, Strategy
 
@@ -200,6 +200,44 @@ def heavier(reply: Message, context: Context, round_: int) -> None:
     metrics["num-examples"] = 10 * 2 ** (partition // 2)
 
 
+def test_all_budgets_of_a_schedule_are_looked_at_in_the_first_round() -> None:
+    with pytest.raises(BudgetError, match="'20 B' is 20 bytes"):
+        run(fedavg(budget="500 B | 3: 20 B"), [mod()], rounds=1)
+
+
+def test_what_optimisers_widen_does_not_count_twice() -> None:
+    """FedAdam hands out float64 from round 2 on; clients go on sending float32."""
+    big = {"fc.weight": np.zeros((60, 60), np.float32), "bn.weight": np.ones(400, np.float32)}
+    strategy = Compressed(FedAdam(**ALONE), "auto", budget="2000 B")
+    run(strategy, [mod()], rounds=3, model=big)
+    assert [t.failures for t in strategy.traffic] == [0, 0, 0]
+
+
+def test_auto_has_no_place_in_rules_downlink_or_predictor() -> None:
+    with pytest.raises(ConfigError, match="rules cannot use auto"):
+        fedavg(Plan(fedcomp.Uniform(8), (fedcomp.Rule("*", Auto("1 kB")),)))
+    with pytest.raises(ConfigError, match="downlink: budgets are for uploads"):
+        fedavg("sign", downlink="auto('1 kB')")
+    with pytest.raises(ConfigError, match="'cafe': budgets are for uploads"):
+        fedavg("sign", feedback="cafe(codec=auto('1 kB'))")
+
+
+def test_models_that_frames_cannot_be_about_travel_plainly(caplog: pytest.LogCaptureFixture) -> None:
+    odd = {**model(), "phase": np.zeros(3, np.complex64)}
+    strategy = fedavg(budget="300 B")
+    run(strategy, [mod()], rounds=2, model=odd)
+    assert "models are sent and received uncompressed" in caplog.text
+    assert [t.failures for t in strategy.traffic] == [0, 0]
+
+
+def test_rounding_at_random_is_shared_out_too() -> None:
+    sizes = Sizes()
+    big = {"fc.weight": np.zeros((80, 80), np.float32)}
+    run(fedavg(budget="1500 B", feedback="none"), [sizes, mod()], rounds=12, fault=heavier, model=big)
+    assert np.mean(sizes.of(range(6, 13))) == pytest.approx(1470, rel=0.08)
+    assert all(request.plan.codec.step for request in sizes.requests[CLIENTS:] if isinstance(request.plan.codec, Auto))
+
+
 def test_budgets_over_the_rounds() -> None:
     sizes = Sizes()
     run(fedavg(budget="200 B | 10: 600 B"), [sizes, mod()], rounds=24)
@@ -298,4 +336,3 @@ def test_the_weight_is_that_of_the_metric_or_one() -> None:
     request = Request(Plan(Auto("1 kB")), 1, weight="n")
     assert Request.from_text(request.to_text()) == request
     assert "weight" not in Request(Plan(Auto("1 kB")), 1).to_text()
-    assert ConfigRecord({KEY: request.to_text()})

@@ -18,7 +18,8 @@ stands for ||x|| / bits.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -37,7 +38,10 @@ from fedcomp.metrics import length
 from fedcomp.plan import Bucket
 from fedcomp.terms import Term, peak
 
-_NOTHING, _LRQ, _RAW, _EDEN, _STOCHASTIC, _RESTS = range(6)  # ways
+_NOTHING, _LRQ, _RAW, _EDEN, _STOCHASTIC, _RESTS, _TURNED = range(7)  # ways
+_ROTATIONS = {_EDEN: 1, _TURNED: 2}
+_DOMINANT = 0.03  # of a piece's energy, in one value, from which on one rotation is not enough
+_FEW = 30.0  # over their number, likewise: in short pieces the largest of normal values has as much
 _OCTAVE = 64  # rates of EDEN an octave
 _MOST_BITS = 8.0
 _RATES = 24 * _OCTAVE
@@ -47,6 +51,7 @@ _CODINGS = 4
 _LEFT = 0.03
 _RICH = 0.5  # bits a value from which on more directions are worth their time
 _RANKS = (16, 32)
+_LARGEST_STEP = 1e200
 
 
 @register
@@ -110,16 +115,20 @@ class Auto(Codec):
         """See Codec."""
         if not self.unbiased or not layout.size:
             return {"way": np.array(_NOTHING)}
-        return _Unbiased(np.ones(layout.size, np.float32), layout).eden(_RATES, np.random.default_rng(0))
+        return {"way": np.array(_EDEN), "rate": np.array(_RATES), **_eden(_RATES, 1).longest(layout)}
 
     def level(self, parts: Parts, layout: Layout) -> float:
-        """The step that an upload of weight 1 was coded at; 0 if it had none. See RateControl."""
-        match int(parts["way"]):
-            case 1 | 5:
-                return ShortLRQ.step_of(parts)
-            case 3:
-                codec = _eden(int(parts["rate"]))
-                return codec.norm(parts, layout) / codec.bits
+        """The step that these parts were coded at; 0 if they have none. See RateControl."""
+        way = int(parts["way"])
+        if way in (_LRQ, _RESTS):
+            return ShortLRQ.step_of(parts)
+        if way in _ROTATIONS:
+            codec = _eden(int(parts["rate"]), _ROTATIONS[way])
+            return codec.norm(parts, layout) / codec.bits
+        if way == _STOCHASTIC:
+            table = ecsq.levels(float(parts["step"][0]), parts).astype(np.float64)
+            norm = math.sqrt(float(np.bincount(parts["q"], minlength=table.size) @ np.square(table)))
+            return norm * layout.size / (8 * wire.parts_size(parts, Bucket(Auto(), layout)))
         return 0.0
 
     def _encode(self, x: Vector, layout: Layout, rng: np.random.Generator) -> Parts:
@@ -128,7 +137,7 @@ class Auto(Codec):
     def _code(self, x: Vector, layout: Layout, rng: np.random.Generator, upload: Upload) -> Parts:
         if not x.any():
             return {"way": np.array(_NOTHING)}
-        if upload.room > 4 * x.size:
+        if upload.room > 4 * x.size and not self.step:
             return {"way": np.array(_RAW), "values": x.copy()}
         if self.unbiased:
             return _Unbiased(x, layout).within(upload, self.step, rng)
@@ -143,25 +152,36 @@ class Auto(Codec):
         def measure(parts: Parts) -> int:
             return wire.parts_size(whole(parts), Bucket(Auto(), layout))
 
+        def excess(parts: Parts) -> int:
+            return len(wire.write_parts(parts, Bucket(Auto(), layout))) - upload.room
+
         rank = _RANKS[8 * upload.room > _RICH * x.size]
         encoder = Encoder.of(x, layout, rank, 0.0, rng)
         if self.step:
-            parts = encoder.parts(encoder.at(self.step / max(upload.weight, 1e-300)))
-            if measure(parts) <= upload.room:
-                return whole(parts)
-        return whole(encoder.within(upload.room, measure))
+            parts = whole(encoder.parts(encoder.at(min(self.step / max(upload.weight, 1e-300), _LARGEST_STEP))))
+            if excess(parts) <= 0:
+                return parts
+        room = upload.room
+        while True:  # what is measured may be some bytes short, once in a hundred times
+            parts = whole(encoder.within(room, measure))
+            over = excess(parts)
+            if over <= 0:
+                return parts
+            room -= over
 
     def schema(self, layout: Layout) -> Schema:
-        way = int((yield Count("way", _RESTS)))
-        if way == _EDEN:
-            yield from _eden(int((yield Count("rate", _RATES)))).schema(layout)
+        way = int((yield Count("way", _TURNED)))
+        if way in _ROTATIONS:
+            yield from _eden(int((yield Count("rate", _RATES))), _ROTATIONS[way]).schema(layout)
         elif way != _NOTHING:
             yield from _CODECS[way].schema(layout)
 
     def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         way = int(parts["way"])
-        if way != _NOTHING:
-            yield from (_eden(int(parts["rate"])) if way == _EDEN else _CODECS[way]).terms(parts, layout)
+        if way in _ROTATIONS:
+            yield from _eden(int(parts["rate"]), _ROTATIONS[way]).terms(parts, layout)
+        elif way != _NOTHING:
+            yield from _CODECS[way].terms(parts, layout)
 
 
 @dataclass(frozen=True)
@@ -182,9 +202,9 @@ _CODECS: dict[int, Codec] = {
 }
 
 
-def _eden(rate: int) -> EDEN:
+def _eden(rate: int, rotations: int) -> EDEN:
     """The codec of a rate; a larger one is a lower rate."""
-    return EDEN(_MOST_BITS * 2.0 ** (-rate / _OCTAVE), compact=True)
+    return EDEN(_MOST_BITS * 2.0 ** (-rate / _OCTAVE), rounds=rotations, compact=True)
 
 
 # --- without bias ----------------------------------------------------------------------------------------------------
@@ -197,6 +217,19 @@ class _Unbiased:
     x: Vector
     layout: Layout
 
+    @cached_property
+    def way(self) -> int:
+        """EDEN with one rotation; with two where a value dominates a piece, as others would come back too small."""
+        for piece in _eden(_RATES, 1).split(self.layout.size):
+            squares = np.square(self.x[piece.where], dtype=np.float64)
+            if squares.max() > max(_DOMINANT, _FEW / squares.size) * squares.sum():
+                return _TURNED
+        return _EDEN
+
+    def codec(self, rate: int) -> EDEN:
+        """EDEN at a rate."""
+        return _eden(rate, _ROTATIONS[self.way])
+
     def within(self, upload: Upload, step: float, rng: np.random.Generator) -> Parts:
         """The parts of the least expected error in the room, or at the step."""
         highest = self._highest_rate(upload.room)
@@ -204,7 +237,7 @@ class _Unbiased:
             bits = min(max(length([self.x]) * upload.weight / step, 1e-9), _MOST_BITS)
             asked = min(max(round(_OCTAVE * math.log2(_MOST_BITS / bits)), 0), _RATES)
             if asked > highest:
-                return self.eden(asked, rng)
+                highest, upload = asked, replace(upload, room=self._most(asked))
         if 8 * upload.room > _STABLE_BITS * self.x.size:
             stochastic = self._stochastic(upload, highest, rng)
             if stochastic is not None:
@@ -217,7 +250,7 @@ class _Unbiased:
         for _ in range(_CODINGS):
             used = len(wire.write_parts(parts, Bucket(Auto(), self.layout)))
             higher = max(rate - int(_OCTAVE * math.log2(room / used)), 0)
-            if _eden(rate).bits <= 1 or higher >= rate:
+            if self.codec(rate).bits <= 1 or higher >= rate:
                 break
             tried = self.eden(higher, rng)
             if len(wire.write_parts(tried, Bucket(Auto(), self.layout))) > room:
@@ -227,7 +260,7 @@ class _Unbiased:
 
     def eden(self, rate: int, rng: np.random.Generator) -> Parts:
         """Parts of EDEN at a rate."""
-        return {"way": np.array(_EDEN), "rate": np.array(rate), **_eden(rate).encode(self.x, self.layout, rng)}
+        return {"way": np.array(self.way), "rate": np.array(rate), **self.codec(rate).encode(self.x, self.layout, rng)}
 
     def _highest_rate(self, room: int) -> int:
         """The smallest number of a rate whose parts surely fit, by bisection; _RATES if none does."""
@@ -239,7 +272,7 @@ class _Unbiased:
 
     def _most(self, rate: int) -> int:
         """Most bytes of the parts at a rate: symbols packed, everything else at its largest."""
-        pieces, *bits = _eden(rate).sizes(self.layout.size)
+        pieces, *bits = self.codec(rate).sizes(self.layout.size)
         return 1 + 2 + 2 + 3 * pieces + sum(1 + -(-count // 8) for count in bits if count)
 
     def _stochastic(self, upload: Upload, rate: int, rng: np.random.Generator) -> Parts | None:
@@ -247,7 +280,7 @@ class _Unbiased:
         cells, size, room = ecsq.Cells.of(self.x), self.x.size, upload.room
         highest = peak(self.x)
         least = max(highest / (ecsq.TOP - 1), ecsq.LEAST)
-        kept = _eden(rate).captured(size)
+        kept = self.codec(rate).captured(size)
         tolerated = _CLEARLY * (1 - kept) / kept * length([self.x]) ** 2
         wanted, best = 8 * room / size, None
         for _ in range(_CODINGS):

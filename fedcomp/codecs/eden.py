@@ -86,7 +86,7 @@ class EDEN(Codec):
     def contractive(self) -> bool:
         return self.scale == "mse"
 
-    def _split(self, size: int) -> "tuple[_Piece, ...]":
+    def split(self, size: int) -> "tuple[_Piece, ...]":
         """The pieces of a vector. None has under 256 bits (128 at one bit): fewer rotated values are biased, being far
         from normal."""
         return _split(size, math.ceil(256 / max(self.bits, 2)))
@@ -102,7 +102,7 @@ class EDEN(Codec):
 
     def _encode(self, x: Vector, layout: Layout, rng: np.random.Generator) -> Parts:
         seed = np.array(rng.integers(_SEEDS)) if self.compact else seeded.draw_seed(rng)
-        source, pieces = seeded.philox(int(seed)), self._split(layout.size)
+        source, pieces = seeded.philox(int(seed)), self.split(layout.size)
         scale = np.zeros(len(pieces), np.float32)
         symbols: dict[str, list[NDArray[np.uint8]]] = {"coarse": [], "fine": []}
         for index, piece in enumerate(pieces):
@@ -132,7 +132,7 @@ class EDEN(Codec):
         return min(rms * wide, float(_MAX))
 
     def schema(self, layout: Layout) -> Schema:
-        pieces = self._split(layout.size)
+        pieces = self.split(layout.size)
         fine = sum(self._fine(piece.n) for piece in pieces)
         yield Count("seed", _SEEDS - 1 if self.compact else seeded.SEED_LIMIT)
         if self.compact:
@@ -146,7 +146,7 @@ class EDEN(Codec):
     def terms(self, parts: Parts, layout: Layout) -> Iterator[Term]:
         source = seeded.philox(int(parts["seed"]))
         at = {"coarse": 0, "fine": 0}
-        for piece, scale in zip(self._split(layout.size), self.scales(parts, layout), strict=True):
+        for piece, scale in zip(self.split(layout.size), self.scales(parts, layout), strict=True):
             rotation = self._rotation(source, piece.n)
             c = np.empty(piece.n, np.float32)
             for group in rotation.groups:
@@ -158,6 +158,18 @@ class EDEN(Codec):
                 values *= scale
             yield Values(piece.where, np.clip(values, -_MAX, _MAX, out=values))
 
+    def longest(self, layout: Layout) -> Parts:
+        """Parts, of a compact codec, that take as many bytes as any at this rate."""
+        pieces = self.split(layout.size)
+        fine = sum(self._fine(piece.n) for piece in pieces)
+        coarse = sum(piece.n for piece in pieces) - fine
+        scales = {f"scale.{index}": np.array(LARGEST_HALF) for index in range(len(pieces))}
+        symbols = {
+            "coarse": (np.arange(coarse) % (1 << self._low)).astype(np.uint8),
+            "fine": (np.arange(fine) % (2 << self._low)).astype(np.uint8),
+        }
+        return {"seed": np.array(_SEEDS - 1), **scales, **symbols}
+
     def captured(self, n: int) -> float:
         """The share of the energy of n rotated values that their levels keep, on average: 1 - D."""
         fine = self._fine(n) / n
@@ -165,20 +177,20 @@ class EDEN(Codec):
 
     def sizes(self, size: int) -> tuple[int, int, int]:
         """Of a vector of so many values: the number of pieces, and the bits of the coarse and of the fine symbols."""
-        pieces = self._split(size)
+        pieces = self.split(size)
         fine = sum(self._fine(piece.n) for piece in pieces)
         return len(pieces), (sum(piece.n for piece in pieces) - fine) * self._low, fine * (self._low + 1)
 
     def norm(self, parts: Parts, layout: Layout) -> float:
         """About the length of the vector that was coded without bias, from the scales in its parts."""
-        pieces = zip(self._split(layout.size), self.scales(parts, layout), strict=True)
+        pieces = zip(self.split(layout.size), self.scales(parts, layout), strict=True)
         return math.hypot(*(float(scale) * self.captured(piece.n) * math.sqrt(piece.n) for piece, scale in pieces))
 
     def scales(self, parts: Parts, layout: Layout) -> list[np.float32]:
         """S of each piece."""
         if not self.compact:
             return list(parts["scale"])
-        count = len(self._split(layout.size))
+        count = len(self.split(layout.size))
         return [np.float32(read_half(int(parts[f"scale.{index}"]))) for index in range(count)]
 
     def _rotation(self, source: np.random.Philox, n: int) -> "_Rotation":

@@ -139,7 +139,8 @@ def places(layout: Layout, rank: int) -> tuple[Place, ...]:
     for tensor, where in layout.slices():
         m, n = sides(tensor) if len(tensor.shape) > 1 and tensor.size else (0, 0)
         if tensor.size:
-            found.append(Place(tensor, where, min(rank, m * n // (2 * (m + n))) if m else 0, m < n))
+            most = min(rank, m * n // (2 * (m + n)), max(1, _FACTOR_VALUES // (m + n))) if m else 0
+            found.append(Place(tensor, where, most, m < n))
     return tuple(found)
 
 
@@ -185,8 +186,7 @@ class Source:
         matrix = place.upright(x)
         strong = np.zeros((0, len(matrix)), np.float32)
         if place.rank and x.any():
-            rank = min(place.rank, max(1, _FACTOR_VALUES // sum(matrix.shape)))
-            left, right = truncated_svd(matrix, rank, rng)
+            left, right = truncated_svd(matrix, place.rank, rng)
             strong = left.T * np.linalg.norm(right, axis=1)[:, None]
         energy = float(np.square(x, dtype=np.float64).sum())
         peaks = np.abs(strong).max(axis=1, initial=0)

@@ -128,7 +128,7 @@ def encode_columns(values: NDArray[Any], shapes: Shapes, kinds: Sequence[int]) -
 
 
 def columns_size(values: NDArray[Any], shapes: Shapes, kinds: Sequence[int]) -> int:
-    """About the bytes that encode_columns makes of the same arguments, in a tenth of its time; seldom too few."""
+    """About the bytes that encode_columns makes of the same arguments, in a tenth of its time."""
     if not values.size:
         return 0
     contexts, outcomes, widths = _decisions(values.astype(np.int64, copy=False), shapes, kinds)[:3]

@@ -46,6 +46,8 @@ class CAFe(Feedback):
         _validate.number(low=0, high=1, beta=self.beta)
         _validate.flag(force=self.force)
         _validate.instance(kind=Codec, codec=self.codec)
+        if self.codec.name == "auto":
+            raise ConfigError("feedback 'cafe': budgets are for uploads; use a codec such as uniform(8), not auto")
         if self.beta > 0.95 and not self.force:
             raise ConfigError(
                 f"feedback 'cafe': beta={self.beta} is beyond 0.95, where training diverges on convolutional and "

@@ -21,7 +21,7 @@ from fedcomp_simulations.experiment import Experiment, Method
 from fedcomp_simulations.report import Results, Summary, summarize
 from fedcomp_simulations.runner import collected_warnings
 from fedcomp_strategies.averaging import averages
-from fedcomp_strategies.rates import Choice, choose
+from fedcomp_strategies.rates import Choice, choose, notes_size
 
 FEEDBACKS = ("auto", "none", "cafe", "ef")
 """What is tried with every budget that is asked for; "auto" first, so that it is not what is dropped as a duplicate."""
@@ -118,7 +118,7 @@ class _Task:
 
     def _least(self, choice: Choice) -> int:
         """Bytes of the smallest upload, with all that clients note in it."""
-        noted = 2 * (choice.norm_cap is not None and averages(self.strategy)) + 5 * bool(choice.feedback.slots)
+        noted = notes_size(choice.norm_cap is not None and averages(self.strategy), choice.feedback)
         return smallest_frame(Plan(Auto("1 B", unbiased=choice.unbiased)), self.layout) + noted
 
 

@@ -45,7 +45,7 @@ from fedcomp_strategies.averaging import averaged_reply, averages, ignores_weigh
 from fedcomp_strategies.downlink import Downlink
 from fedcomp_strategies.feedback import SERVER, ServerFeedback
 from fedcomp_strategies.guards import MovingAverage, capped
-from fedcomp_strategies.rates import LEAST_BITS, Rates, choose
+from fedcomp_strategies.rates import LEAST_BITS, Rates, choose, notes_size
 from fedcomp_strategies.records import (
     Model,
     copies,
@@ -141,8 +141,8 @@ class Compressed(Strategy):
             "1/1000" (of float32), a number of bytes, or several over the rounds: "500 B | 10: 2 kB",
             "60 B to 640 B over 50 rounds".
         shared: whether the budget is what uploads have on average: clients of large weight send more, up to four times
-            it, which is the better use of as many bytes. If not, or under strategies that do not average, no upload is
-            longer than the budget.
+            it, which is the better use of as many bytes. If not, or under strategies that do not average, or with a
+            monitor, no upload is longer than the budget.
         feedback: what makes up for losses: "none", "ef", "cafe", "dgc", "fetchsgd", "ef21", with arguments as in
             ``"cafe(beta=0.8)"``. "auto": none, unless the uplink is "auto".
         downlink: "pack": the model travels as one array without loss, to clients known to understand it; a codec, its
@@ -202,7 +202,7 @@ class Compressed(Strategy):
         self._wanted = None if feedback == "auto" else as_feedback(feedback)
         self._wanted_cap = norm_cap
         self._schedule = _with_budget(as_schedule(uplink), budget)
-        self._rates = Rates(shared and averages(strategy))
+        self._rates = Rates(shared and averages(strategy) and monitor is None)
         self._feedback = ServerFeedback(self._wanted or NoFeedback(), seed)
         self._downlink = None if downlink == "plain" else Downlink(None if downlink == "pack" else downlink, seed)
         norm_cap = None if norm_cap == "auto" else norm_cap
@@ -221,6 +221,10 @@ class Compressed(Strategy):
         plans = self._schedule.plans()
         for plan in plans:
             feedback.check(plan)
+            if any(isinstance(rule.codec, Auto) for rule in plan.rules):
+                raise ConfigError(
+                    "rules cannot use auto: a budget is for the whole upload; give it as the plan's codec"
+                )
         if self._feedback.needs_mean and (not averages(strategy) or self.monitor is not None):
             raise ConfigError(
                 f"feedback {feedback.name!r} computes with the mean of all updates, which {name} does not take, or a "
@@ -245,6 +249,8 @@ class Compressed(Strategy):
             log.warning(
                 "feedback %s carries momentum itself: it does not go well with the momentum of %s", feedback, name
             )
+        if isinstance(feedback, NoFeedback) and not self._left_open and any(_loses(plan.codec) for plan in plans):
+            log.warning("auto without feedback loses accuracy at low rates; use auto(..., unbiased=True), or feedback")
         if name.startswith("DifferentialPrivacy") and feedback.slots:
             log.warning("feedback %s under %s: residuals carry what was not noised from round to round", feedback, name)
         if type(strategy).start is not Strategy.start:
@@ -259,6 +265,7 @@ class Compressed(Strategy):
         self._learnt: dict[Plan, Plan] = {}
         self._monitors: dict[int, Monitor] = {}
         self._round: _Round | None = None
+        self._trained: Layout | None = None  # of the model that the training began with: strategies widen dtypes later
         self._uncapped_told = False
         self._feedback.restart()
         self._rates.restart()
@@ -325,7 +332,7 @@ class Compressed(Strategy):
             self._exact |= integers_in(arrays)
             self._settle(arrays, len(messages))
         plan = self._feedback.feedback.plan(self._learnt_plan(server_round), server_round)
-        plan = self._announced(plan, arrays)
+        plan = self._announced(plan)
         self._request = replace(self._request, round=server_round, plan=plan, feedback=self._feedback.feedback)
         asked = Counter(message.metadata.dst_node_id for message in messages)
         self._round = _Round(arrays, asked)
@@ -346,9 +353,12 @@ class Compressed(Strategy):
 
     def _settle(self, arrays: ArrayRecord, clients: int) -> None:
         """Choose what was left to "auto", now that the model is known. Raises ConfigError if it cannot work."""
-        if not self._left_open or not has_floats(arrays):
-            return
-        layout = Layout.of(views(arrays))
+        self._trained = _layout_of(arrays)
+        layout = self._trained
+        if layout is None:
+            return None
+        if not self._left_open:
+            return self._check_budgets(layout)
         budgets = [p.codec.limit(layout.size) or 0 for p in self._schedule.plans() if isinstance(p.codec, Auto)]
         bits = 8 * min(budgets) / max(layout.size, 1)
         predictors = self._downlink is not None
@@ -374,15 +384,20 @@ class Compressed(Strategy):
                 "`fedcomp advise` shows what larger budgets bring", bits, LEAST_BITS,
             )  # fmt: skip
         self._check(self.strategy)
+        return self._check_budgets(layout)
 
-    def _announced(self, plan: Plan, arrays: ArrayRecord) -> Plan:
+    def _check_budgets(self, layout: Layout) -> None:
+        """Raise BudgetError for any budget of the schedule that no frame for this layout fits."""
+        for plan in self._schedule.plans():
+            self._rates.check(plan, layout, notes_size(self._request.norm, self._feedback.feedback))
+
+    def _announced(self, plan: Plan) -> Plan:
         """The plan with the step that this round's clients code at. Raises BudgetError if the budget is too small."""
-        if not isinstance(plan.codec, Auto) or not has_floats(arrays):
+        told = isinstance(plan.codec, Auto) and self._trained is not None and self._rates.shared
+        self._request = replace(self._request, weight=weight_key(self.strategy) or "" if told else "")
+        if self._trained is None:
             return plan
-        key = weight_key(self.strategy) if self._rates.shared else None
-        self._request = replace(self._request, weight=key or "")
-        notes = 2 * self._request.norm + 5 * bool(self._request.feedback.slots)
-        return self._rates.plan(plan, Layout.of(views(arrays)), notes)
+        return self._rates.plan(plan, self._trained, notes_size(self._request.norm, self._feedback.feedback))
 
     def _learnt_plan(self, server_round: int) -> Plan:
         planned = self._schedule.plan(server_round)
@@ -707,8 +722,12 @@ class Compressed(Strategy):
     def _confirm(self, replies: list[Reply], sent: _Round) -> None:
         """Remember which nodes understand packages, and which of them hold the model of this round."""
         for reply in replies:
-            if reply.notes is not None:
-                self._aware.add(reply.node)
+            if (
+                reply.notes is not None
+                and reply.array is not None
+                and wire.version_of(reply.array.data) == wire.VERSION
+            ):
+                self._aware.add(reply.node)  # older ones could not read the frames in packages
             elif sent.sent and reply.cause in ("error", "stale"):  # perhaps it cannot read packages any more
                 self._aware.discard(reply.node)
             if self._downlink is None or reply.node not in sent.packed:
@@ -794,6 +813,18 @@ def _with_budget(schedule: Schedule, budget: str | float | None) -> Schedule:
     if any(isinstance(codec, Auto) and not codec.budget for plan in schedule.plans() for codec in plan.codecs()):
         raise ConfigError('uplink "auto" needs the budget of an upload, such as budget="2 kB"')
     return schedule
+
+
+def _layout_of(arrays: ArrayRecord) -> Layout | None:
+    """The layout of a model; None if frames cannot be about it."""
+    try:
+        return Layout.of(views(arrays)) if has_floats(arrays) else None
+    except LayoutError:
+        return None
+
+
+def _loses(codec: Codec) -> bool:
+    return isinstance(codec, Auto) and not codec.unbiased
 
 
 def _biased(codec: Codec, unbiased: bool) -> Codec:

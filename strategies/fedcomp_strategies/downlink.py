@@ -184,6 +184,8 @@ class Downlink:
 def _checked(plan: Plan) -> Plan:
     """The plan, if it can be used for differences."""
     for codec in plan.codecs():
+        if codec.name == "auto":
+            raise ConfigError("downlink: budgets are for uploads; use a codec such as uniform(4) instead of auto")
         if not codec.contractive:
             raise ConfigError(
                 f"downlink: {codec} cannot code differences of the global model: it is not contractive, so the "

@@ -33,6 +33,8 @@ RECURRENT = ("*weight_hh*", "*lstm*", "*gru*", "*rnn*", "*recurrent*")
 LEAST_BITS = 0.02
 """Bits per parameter below which no setting is near the accuracy of float32."""
 
+_NUMBER_BYTES, _NORM_BYTES = 5, 2  # of a client's number, which it sends once, and of its norm
+
 _NOISY_BITS = 1.0  # below, unbiased coding adds more than the update is long
 _CAP, _RECURRENT_CAP = 2.0, 1.0
 _LOW_BITS, _LOW_CAP = 0.05, 0.7  # of recurrent networks
@@ -103,6 +105,11 @@ def _feedback(layout: Layout, recurrent: bool, strategy: Strategy, predictors: b
     return CAFe(_BETA), "low rank with the last mean update as predictor suits perceptrons"
 
 
+def notes_size(norm: bool, feedback: Feedback) -> int:
+    """Bytes of a frame that hang on what is asked for besides the update."""
+    return _NORM_BYTES * norm + _NUMBER_BYTES * bool(feedback.slots)
+
+
 class Rates:
     """The steps that are announced, round by round, for the plans of `auto` in a schedule.
 
@@ -119,29 +126,34 @@ class Rates:
         """Another training begins."""
         self._controls: dict[Auto, RateControl] = {}
 
-    def plan(self, plan: Plan, layout: Layout, notes: int) -> Plan:
-        """The plan with this round's step.
+    def check(self, plan: Plan, layout: Layout, notes: int) -> tuple[int, int]:
+        """The bytes of the budget, and those of the smallest frame; 0 and 0 for another codec than auto.
 
         Args:
+            layout: of the model as clients train it.
             notes: bytes of a frame that hang on what is asked for besides.
 
-        Raises BudgetError if no frame for this layout fits the budget.
+        Raises BudgetError if no frame fits the budget.
         """
-        codec = plan.codec
-        if not isinstance(codec, Auto):
-            return plan
-        least = smallest_frame(plan, layout) + notes
-        budget = Budget.parse(codec.budget).bytes(layout.size)
+        if not isinstance(plan.codec, Auto):
+            return 0, 0
+        least = smallest_frame(replace(plan, codec=replace(plan.codec, step=0.0)), layout) + notes
+        budget = Budget.parse(plan.codec.budget).bytes(layout.size)
         if least > budget:
             raise BudgetError(
-                f"budget {codec.budget!r} is {budget} bytes for this model, whose smallest upload takes {least} bytes; "
-                f'give at least budget="{least} B", or rules that send fewer tensors verbatim'
+                f"budget {plan.codec.budget!r} is {budget} bytes for this model, whose smallest upload takes {least} "
+                f'bytes; give at least budget="{least} B", or rules that send fewer tensors verbatim'
             )
-        if not self.shared:
+        return budget, least
+
+    def plan(self, plan: Plan, layout: Layout, notes: int) -> Plan:
+        """The plan with this round's step; arguments and errors as of `check`."""
+        budget, least = self.check(plan, layout, notes)
+        if not self.shared or not isinstance(plan.codec, Auto):
             return plan
-        control = self._controls.setdefault(_key(codec), RateControl(budget, least))
+        control = self._controls.setdefault(_key(plan.codec), RateControl(budget, least))
         control.aim(budget, least)
-        return replace(plan, codec=replace(codec, step=control.step))
+        return replace(plan, codec=replace(plan.codec, step=control.step))
 
     def observe(
         self, plan: Plan, sizes: Sequence[int], levels: Mapping[int, float], weights: Mapping[int, float]
