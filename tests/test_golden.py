@@ -61,6 +61,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "auto-factors": {"codec": {"codec": "auto", "budget": "900 B"}},
     "auto-rests": {"codec": {"codec": "auto", "budget": "2.5 kB"}},
     "auto-eden": {"codec": {"codec": "auto", "budget": "260 B", "unbiased": True}},
+    "auto-turned": {"codec": {"codec": "auto", "budget": "200 B", "unbiased": True}},
     "auto-stochastic": {"codec": {"codec": "auto", "budget": "2 kB", "unbiased": True}},
     "auto-raw": {"codec": {"codec": "auto", "budget": "20 kB"}},
     "eden-compact": {"codec": {"codec": "eden", "bits": 0.5, "compact": True}},
@@ -114,7 +115,20 @@ def noisy_example() -> tuple[dict[str, Any], dict[str, Any]]:
     return base, new
 
 
-EXAMPLES = {"lrq-factors": factored_example, "auto-factors": factored_example, "auto-rests": noisy_example}
+def spike_example() -> tuple[dict[str, Any], dict[str, Any]]:
+    """One value that dominates all others."""
+    base: dict[str, Any] = {"w": np.zeros((60, 50), np.float32)}
+    new = {"w": np.random.default_rng(2029).standard_normal((60, 50)).astype(np.float32)}
+    new["w"][7, 7] = 200
+    return base, new
+
+
+EXAMPLES = {
+    "lrq-factors": factored_example,
+    "auto-factors": factored_example,
+    "auto-rests": noisy_example,
+    "auto-turned": spike_example,
+}
 
 
 def write(name: str) -> None:
