@@ -61,7 +61,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "auto-factors": {"codec": {"codec": "auto", "budget": "900 B"}},
     "auto-rests": {"codec": {"codec": "auto", "budget": "2.5 kB"}},
     "auto-eden": {"codec": {"codec": "auto", "budget": "260 B", "unbiased": True}},
-    "auto-turned": {"codec": {"codec": "auto", "budget": "200 B", "unbiased": True}},
+    "auto-turned": {"codec": {"codec": "auto", "budget": "100 B", "unbiased": True}},
     "auto-stochastic": {"codec": {"codec": "auto", "budget": "2 kB", "unbiased": True}},
     "auto-raw": {"codec": {"codec": "auto", "budget": "20 kB"}},
     "eden-compact": {"codec": {"codec": "eden", "bits": 0.5, "compact": True}},
