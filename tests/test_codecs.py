@@ -42,7 +42,7 @@ def frame_size(codec: Codec, x: Vector) -> int:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("zip", "unknown codec 'zip'; known: blocktopk, e8, ecsq, .*vq, float16, float32, int4, int8"),
+        ("zip", "unknown codec 'zip'; known: auto, blocktopk, e8, ecsq, .*vq, float16, float32, int4, int8"),
         ("uniform(bites=3)", "codec 'uniform': unknown key 'bites'; known: bits, block, rounding, affine, fast"),
         ("uniform(9)", "bits: expected a whole number from 1 to 8, got 9"),
         ("uniform(bits='8')", "bits: expected a whole number"),

@@ -722,11 +722,7 @@ class Compressed(Strategy):
     def _confirm(self, replies: list[Reply], sent: _Round) -> None:
         """Remember which nodes understand packages, and which of them hold the model of this round."""
         for reply in replies:
-            if (
-                reply.notes is not None
-                and reply.array is not None
-                and wire.version_of(reply.array.data) == wire.VERSION
-            ):
+            if reply.notes is not None and reply.version == wire.VERSION:
                 self._aware.add(reply.node)  # older ones could not read the frames in packages
             elif sent.sent and reply.cause in ("error", "stale"):  # perhaps it cannot read packages any more
                 self._aware.discard(reply.node)

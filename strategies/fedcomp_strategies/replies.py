@@ -30,11 +30,13 @@ class Reply:
         message: as it came; an error message once it was dropped.
         cause: why it was dropped, one of CAUSES; "": it was not.
         notes: what its frame says about feedback; None if it has no sound frame.
+        version: of the frame; 0 without one.
     """
 
     message: Message
     cause: str = ""
     notes: wire.Notes | None = None
+    version: int = 0
 
     @property
     def node(self) -> int:
@@ -102,7 +104,8 @@ def _checked(reply: Reply, round: int, key: str | None) -> Reply:
     seen = wire.peek(array.data) if array is not None and array.stype == STYPE else None
     if seen is not None and seen[0] != round:
         return reply.refused("late", f"frame is for round {seen[0]}, expected round {round}")
-    return _check_weight(replace(reply, notes=seen and seen[1]), key)
+    version = wire.version_of(array.data) if seen is not None and array is not None else 0
+    return _check_weight(replace(reply, notes=seen and seen[1], version=version), key)
 
 
 def _known(replies: list[Reply], asked: Counter[int]) -> Iterator[Reply]:
