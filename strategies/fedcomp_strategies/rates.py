@@ -4,8 +4,8 @@ The choices follow what was measured on four tasks (a perceptron and a convoluti
 on text, a 1-D convolutional one on motion; the experiments `budgets-...` repeat it):
 
 * Without feedback only unbiased coding holds up at low rates, biased coding loses several points.
-* Biased coding with CAFe is the best use of few bytes on perceptrons. On convolutional and recurrent networks unbiased
-  coding is, as the least error leaves out small layers, such as the first one, for good.
+* Biased coding with CAFe is the best use of few bytes on perceptrons. On recurrent networks, and on convolutional ones
+  with harder images, unbiased coding is: the least error may leave out small layers, such as the first one, for good.
 * What unbiased coding adds below one bit is many times as long as the update. Convolutional networks do best with steps
   up to twice as long as the updates; recurrent ones leave the region where they are stable unless steps are no longer
   than the updates, and shorter at the lowest rates.
@@ -99,7 +99,7 @@ def _feedback(layout: Layout, recurrent: bool, strategy: Strategy, predictors: b
     if recurrent:
         return NoFeedback(), "recurrent networks bear unbiased coding best"
     if any(len(t.shape) > 2 for t in layout.tensors):
-        return NoFeedback(), "convolutional networks bear unbiased coding best"
+        return NoFeedback(), "convolutional networks are safest with unbiased coding"
     if not predictors:
         return NoFeedback(), "the plain downlink carries no predictor for feedback"
     return CAFe(_BETA), "low rank with the last mean update as predictor suits perceptrons"
