@@ -235,7 +235,13 @@ def test_listing_codecs_needs_no_heavy_imports() -> None:
 def test_ctrl_c_ends_everything_quietly() -> None:
     arguments = [sys.executable, "-m", "fedcomp_simulations.cli", "simulate", "tiny.toml", "--rounds", "100000"]
     process = subprocess.Popen(
-        arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        arguments,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite run in the background ignores it
     )
     assert process.stderr is not None
     assert "round 20/100000" in process.stderr.readline()
