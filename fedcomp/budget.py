@@ -178,7 +178,6 @@ class RateControl:
         wanted = min(max(wanted - fixed, (self.target - fixed) / self._MOST), self._MOST * self.target)
         ratio = max(spent - fixed, 1.0) / wanted
         self.step *= min(max(ratio**self.GAIN, 1 / self._MOST), self._MOST)
-        if used:  # updates of zeros, or of less than any step, must not make it run away
-            self._used = used
-        if self._used:
-            self.step = min(max(self.step, self._used / _FAR), _FAR * self._used)
+        self._used = used or self._used
+        # Updates of zeros, or of less than any step, must not make it run away.
+        self.step = min(max(self.step, self._used / _FAR), _FAR * self._used)

@@ -120,7 +120,7 @@ class Place:
         if len(columns) == 1:
             return Values(self.where, self.stored(_clipped(columns[0] * step)))
         long, short, *more = columns
-        unit = (long / _lengths(long)[:, None]).astype(np.float32)
+        unit = _unit(long)
         scaled = _clipped(short * step)
         left, right = (scaled, unit) if self.turned else (unit, scaled)
         term = product(left.T, right, self.tensor, self.where)
@@ -154,6 +154,12 @@ def _lengths(columns: NDArray[Any]) -> NDArray[np.float64]:
     squares = np.square(columns, dtype=np.float64).sum(axis=1)  # exact, so the same on every machine
     lengths: NDArray[np.float64] = np.sqrt(np.maximum(squares, 1))
     return lengths
+
+
+def _unit(columns: NDArray[Any]) -> Matrix:
+    """The columns (columns, rows), each divided by its length."""
+    divided: Matrix = (columns / _lengths(columns)[:, None]).astype(np.float32)
+    return divided
 
 
 # --- the encoder's choices -------------------------------------------------------------------------------------------
@@ -198,10 +204,7 @@ class Source:
         if self.cells:
             yield _with_tables(self.cells, step, rho)
         else:
-            q = _round(self.matrix.T / np.float32(step), rho)
-            if q.any():
-                error = float(np.square(self.matrix.T - q * step).sum())
-                yield Way(POINTWISE, error, 0.0, (q,), (_MATRIX if self.place.rank else _VECTOR,))
+            yield from self._by_value(Way(POINTWISE, 0.0), self.matrix.T, step, rho)
         if len(self.strong):
             for way in self._factors(step, rho, gain):
                 yield way
@@ -215,8 +218,7 @@ class Source:
     def rest(self, way: "Way", step: float) -> Matrix:
         """What the factors of a way leave of the matrix, as (columns, rows)."""
         long, short = way.columns[:2]
-        unit = (long / _lengths(long)[:, None]).astype(np.float32)
-        return self.matrix.T - (short * step).astype(np.float32).T @ unit
+        return self.matrix.T - (short * step).astype(np.float32).T @ _unit(long)
 
     def _with_rest(self, way: "Way", step: float, rho: float) -> "Iterator[Way]":
         rest = self.rest(way, step)
@@ -224,10 +226,14 @@ class Source:
             flat = _with_tables(Cells.of(np.ascontiguousarray(rest).reshape(-1)), step, rho)
             yield replace(way, rest=True, error=flat.error, bits=flat.bits)
             return
-        q = _round(rest / np.float32(step), rho)
+        yield from self._by_value(replace(way, rest=True), rest, step, rho)
+
+    def _by_value(self, way: "Way", values: Matrix, step: float, rho: float) -> "Iterator[Way]":
+        """The way with these values (columns, rows) as columns besides, if any is not rounded to zero."""
+        q = _round(values / np.float32(step), rho)
         if q.any():
-            error = float(np.square(rest - q * step).sum())
-            yield Way(way.mode, error, 0.0, (*way.columns, q), (*way.kinds, _MATRIX), rest=True)
+            error, kind = float(np.square(values - q * step).sum()), _MATRIX if self.place.rank else _VECTOR
+            yield replace(way, error=error, columns=(*way.columns, q), kinds=(*way.kinds, kind))
 
     def tabled(self, way: "Way", step: float) -> Vector:
         """The values that go through a coder with tables."""
@@ -355,10 +361,10 @@ class Encoder:
         """The smallest step at which all integers fit."""
         return self.peak / TOP
 
-    @property
+    @cached_property
     def largest(self) -> float:
         """A step at which nothing is sent."""
-        return 2 * (max([self.peak, *(peak(source.strong) for source in self.sources)]) + 1)
+        return 2 * (max([self.peak, *(peak(source.peaks) for source in self.sources)]) + 1)
 
     def at(self, step: float) -> Attempt:
         """At a given step of the unscaled vector, twice: the second time knowing what columns cost."""
