@@ -3,13 +3,11 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
 from fedcomp_clients import CompressMod, MemoryStore
@@ -53,13 +51,7 @@ finally:
 """
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two threads for tiny layers wait for each other, for minutes on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_ray_and_the_in_process_grid_train_the_same_model() -> None:
