@@ -11,7 +11,7 @@ send more. Only the mean length is kept to, from round to round, by `RateControl
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -78,6 +78,30 @@ class Budget:
     def bytes(self, parameters: int) -> int:
         """Whole bytes for a model of so many parameters."""
         return int(self.amount * parameters / 8 if self.unit == "bits" else self.amount)
+
+
+def check_budgets(budgets: Mapping[str, str]) -> None:
+    """Raise ConfigError unless these are budgets by node property, such as {"link=nbiot": "200 B"}."""
+    for condition, budget in budgets.items():
+        name, equals, value = str(condition).partition("=")
+        if not equals or not name.strip() or not value.strip():
+            raise ConfigError(
+                f'budgets: expected a condition on --node-config, such as "link=nbiot", got {str(condition)[:80]!r}'
+            )
+        Budget.parse(budget)
+
+
+def budget_of(budgets: Mapping[str, str], properties: Mapping[str, object]) -> str:
+    """The first of the budgets whose condition a node's properties meet; "": none.
+
+    >>> budget_of({"link=nbiot": "200 B", "link=lte": "2 kB"}, {"link": "lte", "partition-id": 3})
+    '2 kB'
+    """
+    for condition, budget in budgets.items():
+        name, _, value = condition.partition("=")
+        if name.strip() in properties and str(properties[name.strip()]) == value.strip():
+            return budget
+    return ""
 
 
 def phases(given: str | float) -> tuple[tuple[int, str], ...]:

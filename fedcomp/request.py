@@ -32,6 +32,31 @@ ACKS = "fedcomp-acks"
 PLACE = "fedcomp-place"
 """This client's place among all of the round, in [0, 1): for rounding up where others round down."""
 
+COMPACT = "fedcomp-compact"
+"""True where the server reads replies in an Envelope. Clients that do not know it reply in records as ever."""
+
+MODEL = "fedcomp-model"
+"""The packed global model inside the configuration, for clients that are known to look for it there."""
+
+MODEL_AT = "fedcomp-model-at"
+"""Name of the record that this model belongs into."""
+
+DECLINED = "fedcomp-declined"
+"""Name of a record in a plain reply; its entry `reason` says why the client could not do what was asked for."""
+
+EVALUATE = "fedcomp-evaluate"
+"""True where the received model is to be evaluated before it is trained. Keys `fedcomp-evaluate.<key>` are the
+configuration of that evaluation."""
+
+BUDGETS = "fedcomp-budgets"
+"""Budgets by node property, as a flat list of conditions and budgets: see fedcomp.budget."""
+
+
+def is_ours(key: str) -> bool:
+    """Whether an entry of a message's configuration is fedcomp's, so that none of another round is left in it."""
+    return key == KEY or key.startswith(f"{KEY}-")
+
+
 _VERSION = 1
 _KEYS = {"v", "plan", "feedback", "round", "seed", "session"}
 _OPTIONAL = {"norm", "weight"}  # not written unless asked for, so that older clients can read the others

@@ -10,6 +10,7 @@ from flwr.clientapp.typing import Mod
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
+from fedcomp.request import KEY, MODEL, MODEL_STYPE, STYPE
 from fedcomp_simulations.grid import InProcessGrid
 
 Model = dict[str, NDArray[Any]]
@@ -37,6 +38,34 @@ def record(model: Model) -> ArrayRecord:
 
 def arrays(record: ArrayRecord) -> Model:
     return {name: array.numpy() for name, array in record.items()}
+
+
+def frame_of(reply: Message) -> bytes | None:
+    """The frame in a reply, whatever form that has; None in a plain one."""
+    told = reply.content.config_records.get(KEY)
+    if told is not None and isinstance(frame := told.get("frame"), bytes):
+        return frame
+    found = [array for rec in reply.content.array_records.values() for array in rec.values()]
+    return next((array.data for array in found if array.stype == STYPE), None)
+
+
+def put_frame(reply: Message, frame: bytes) -> None:
+    """Replace the frame in a reply, in the form that it has."""
+    told = reply.content.config_records.get(KEY)
+    if told is not None:
+        reply.content[KEY] = ConfigRecord({**told, "frame": frame})
+        return
+    packed = Array(dtype="uint8", shape=(len(frame),), stype=STYPE, data=frame)
+    reply.content["arrays"] = ArrayRecord({KEY: packed})
+
+
+def package_of(message: Message) -> bytes | None:
+    """The packed model in a message, whatever form that has; None in one with a plain model."""
+    for config in message.content.config_records.values():
+        if isinstance(package := config.get(MODEL), bytes):
+            return package
+    found = [array for rec in message.content.array_records.values() for array in rec.values()]
+    return next((array.data for array in found if array.stype == MODEL_STYPE), None)
 
 
 def trained(model: Model, partition: int, round_: int) -> Model:

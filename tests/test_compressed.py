@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flower_app import CLIENTS, Fault, Model, client_app, record, run, start_model, trained
+from flower_app import CLIENTS, Fault, Model, client_app, frame_of, put_frame, record, run, start_model, trained
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.mod import arrays_size_mod, fixedclipping_mod, message_size_mod
 from flwr.serverapp import Grid
@@ -32,7 +32,7 @@ from flwr.serverapp.strategy import (
 
 import fedcomp
 from fedcomp import Identity, Plan, Rule, Sign, TopK, Uniform, VectorQuantizer
-from fedcomp.request import KEY, STYPE
+from fedcomp.request import KEY
 from fedcomp_clients import CompressMod, MemoryStore
 from fedcomp_simulations.grid import InProcessGrid
 from fedcomp_strategies import Compressed
@@ -133,18 +133,16 @@ def test_size_mods_outside_see_the_compressed_reply(caplog: pytest.LogCaptureFix
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def test_traffic_is_the_length_of_what_travels() -> None:
+@pytest.mark.parametrize("compact", [True, False])
+def test_traffic_is_the_length_of_what_travels(compact: bool) -> None:
     lengths: list[int] = []
 
     def spy(message: Message, context: Context, call_next: Any) -> Message:
         reply: Message = call_next(message, context)
-        (packed,) = reply.content.array_records["arrays"].values()
-        assert packed.stype == STYPE
-        assert packed.shape == (len(packed.data),)
-        lengths.append(len(packed.data))
+        lengths.append(len(frame_of(reply) or b""))
         return reply
 
-    strategy = Compressed(FedAvg(**QUIET), uplink=TopK(0.01, values=Uniform(8)), feedback="ef")
+    strategy = Compressed(FedAvg(**QUIET), uplink=TopK(0.01, values=Uniform(8)), feedback="ef", compact=compact)
     run(strategy, [spy, mod()], rounds=2)
     assert len(strategy.traffic) == 2
     assert sum(t.bytes_up for t in strategy.traffic) == sum(lengths)
@@ -157,7 +155,7 @@ def test_a_codebook_from_the_server_leaves_the_frames() -> None:
 
     def spy(message: Message, context: Context, call_next: Any) -> Message:
         reply: Message = call_next(message, context)
-        sizes.append(sum(len(a.data) for a in reply.content.array_records["arrays"].values()))
+        sizes.append(len(frame_of(reply) or b""))
         return reply
 
     codec = VectorQuantizer(dim=2, size=64, shared=True)
@@ -314,10 +312,7 @@ def test_one_codec_object_in_plan_and_rule_means_the_same_on_both_sides() -> Non
 
 
 def replace_frame(reply: Message, change: Any) -> None:
-    ((_, packed),) = reply.content.array_records["arrays"].items()
-    data = change(packed.data)
-    new = Array(dtype="uint8", shape=(len(data),), stype=packed.stype, data=data)
-    reply.content["arrays"] = ArrayRecord({KEY: new})
+    put_frame(reply, change(frame_of(reply)))
 
 
 def frames_changed(change: Any) -> Any:

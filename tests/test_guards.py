@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flower_app import CLIENTS, Model, OrderedGrid, arrays, client_app, record, run, start_model
+from flower_app import CLIENTS, Model, OrderedGrid, arrays, client_app, frame_of, package_of, record, run, start_model
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord
 from flwr.serverapp.strategy import FedAvg, FedAvgM, FedMedian, Result, Strategy
 from hypothesis import given
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fedcomp import ConfigError, CountSketch, Identity, Plan, Sign, compress, generator, wire
 from fedcomp.layout import Layout
 from fedcomp.metrics import length
-from fedcomp.request import KEY, MODEL_STYPE, Request
+from fedcomp.request import KEY, Request
 from fedcomp_clients import CompressMod, MemoryModelCache, MemoryStore
 from fedcomp_simulations.grid import InProcessGrid
 from fedcomp_strategies import Compressed
@@ -171,8 +171,7 @@ class Noted:
 
     def __call__(self, message: Message, context: Context, call_next: Any) -> Message:
         reply = self._client(message, context, call_next)
-        (packed,) = reply.content.array_records["arrays"].values()
-        seen = wire.peek(packed.data)
+        seen = wire.peek(frame_of(reply) or b"")
         assert seen is not None
         self.norms[seen[0], int(context.node_config["partition-id"])] = seen[1].norm
         return reply
@@ -531,8 +530,7 @@ def test_averages_travel_in_pickles_and_as_packages() -> None:
     assert same(arrays(back), arrays(result.arrays))
     with InProcessGrid(client_app([]), CLIENTS) as grid:
         messages = strategy.configure_evaluate(9, record(start_model()), ConfigRecord(), grid)
-    stypes = {array.stype for m in messages for r in m.content.array_records.values() for array in r.values()}
-    assert stypes == {MODEL_STYPE}
+    assert all(package_of(message) for message in messages)
 
 
 @pytest.mark.parametrize("wrong", [1, 0.9999, -0.1, math.nan, True, "0.8"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flower_app import CLIENTS, Model, OrderedGrid, client_app, record, run, start_model
+from flower_app import CLIENTS, Model, OrderedGrid, client_app, frame_of, record, run, start_model
 from flwr.app import Context, Message
 from flwr.clientapp.typing import Mod
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, Strategy
@@ -163,8 +163,7 @@ class Sizes:
         if PLACE in config:
             self.places.setdefault(self.requests[-1].round, []).append(float(config[PLACE]))  # type: ignore[arg-type]
         reply: Message = call_next(message, context)
-        ((_, array),) = next(iter(reply.content.array_records.values())).items()
-        self.found[self.requests[-1].round, int(context.node_config["partition-id"])] = len(array.data)
+        self.found[self.requests[-1].round, int(context.node_config["partition-id"])] = len(frame_of(reply) or b"")
         return reply
 
     def of(self, rounds: Iterable[int]) -> list[int]:
@@ -336,3 +335,53 @@ def test_the_weight_is_that_of_the_metric_or_one() -> None:
     request = Request(Plan(Auto("1 kB")), 1, weight="n")
     assert Request.from_text(request.to_text()) == request
     assert "weight" not in Request(Plan(Auto("1 kB")), 1).to_text()
+
+
+# --- budgets of nodes ------------------------------------------------------------------------------------------------
+
+
+def fleet(**options: Any) -> tuple[Compressed, Sizes]:
+    """A run with nodes on three kinds of links, one of which has a limit of its own."""
+    sizes, strategy = Sizes(), Compressed(FedAvg(**ALONE), "auto", **options)
+    links = ["nbiot", "lte", "lte", "dsl", "dsl", "dsl"]
+    with OrderedGrid(client_app([sizes, mod()]), CLIENTS) as grid:
+        for node, link in zip(grid.get_node_ids(), links, strict=True):
+            grid.context(node).node_config["link"] = link
+        grid.context(grid.get_node_ids()[2]).node_config["fedcomp-budget"] = "215 B"
+        strategy.start(grid, record(start_model()), num_rounds=12)
+    return strategy, sizes
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("feedback", ["auto", "none", "ef"])
+def test_nodes_keep_to_budgets_of_their_own(feedback: str, shared: bool) -> None:
+    budgets = {"link=nbiot": "190 B", "link=lte": "400 B"}
+    strategy, sizes = fleet(budget="250 B", budgets=budgets, shared=shared, feedback=feedback)
+    assert not any(t.failures for t in strategy.traffic)
+    by_node = [[sizes.found[round_, node] for round_ in range(5, 13)] for node in range(CLIENTS)]
+    assert 165 < max(by_node[0]) <= 190
+    assert 360 < max(by_node[1]) <= 400
+    assert 190 < max(by_node[2]) <= 215  # whatever the server allows
+    rest = np.array(by_node[3:])
+    assert rest.mean() == pytest.approx(250, rel=0.08)  # the others' budget is not changed by them
+    assert shared or rest.max() <= 250
+
+
+def test_budgets_of_nodes_are_looked_at_before_training() -> None:
+    with pytest.raises(ConfigError, match="expected a condition"):
+        Compressed(FedAvg(), "auto", budget="2 kB", budgets={"nbiot": "200 B"})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Compressed(FedAvg(), "auto", budget="2 kB", budgets={"link=nbiot": "few"})
+    with pytest.raises(ConfigError, match="keeps to budgets"):
+        Compressed(FedAvg(), "int8", budgets={"link=nbiot": "200 B"})
+    with pytest.raises(BudgetError, match="give at least"):
+        fleet(budget="250 B", budgets={"link=nbiot": "10 B"})
+
+
+def test_a_nodes_own_budget_that_makes_no_sense_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = Compressed(FedAvg(**ALONE), "auto", budget="250 B")
+    with OrderedGrid(client_app([mod()]), CLIENTS) as grid:
+        grid.context(grid.get_node_ids()[0]).node_config["fedcomp-budget"] = "thrifty"
+        strategy.start(grid, record(start_model()), num_rounds=1)
+    assert strategy.traffic[0].dropped == {"error": 1}
+    assert "fedcomp-budget in this node's --node-config: budget 'thrifty': cannot be read" in caplog.text

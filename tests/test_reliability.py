@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flower_app import CLIENTS, Fault, Model, OrderedGrid, arrays, client_app, record, start_model
-from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flower_app import CLIENTS, Fault, Model, OrderedGrid, arrays, client_app, frame_of, put_frame, record, start_model
+from flwr.app import Context, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg, FedMedian
 
 from fedcomp import FedcompError, Layout, Memory, NonFiniteError, Plan, TopK, Uniform, decompress
 from fedcomp.feedback.stored import memory_layout
-from fedcomp.request import ACK, ACKS, KEY, STYPE
+from fedcomp.request import ACK, ACKS, KEY
 from fedcomp_clients import CompressMod, FileModelCache, FileStore, MemoryModelCache, MemoryStore, StateStore
 from fedcomp_strategies import Compressed
 from fedcomp_strategies.compressed import DROPPED
@@ -55,10 +55,9 @@ class Fleet(OrderedGrid):
         if struck and self.accident == "dies after training":
             raise RuntimeError("power cut")
         if struck and self.accident == "frame damaged":
-            frame = bytearray(next(iter(reply.content.array_records["arrays"].values())).data)
+            frame = bytearray(frame_of(reply) or b"")
             frame[len(frame) // 2] ^= 1
-            packed = Array(dtype="uint8", shape=(len(frame),), stype=STYPE, data=bytes(frame))
-            reply.content["arrays"] = ArrayRecord({KEY: packed})
+            put_frame(reply, bytes(frame))
         return reply
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
@@ -203,7 +202,7 @@ def test_what_was_accepted_plus_what_is_committed_is_the_sum_of_all_accepted_upd
                 return reply
 
             reply = self.mods[partition](message, context, spy)
-            frame = next(iter(reply.content.array_records["arrays"].values())).data
+            frame = frame_of(reply) or b""
             update = {n: kept["new"][n] - kept["base"][n] for n in ("fc.weight", "fc.bias")}
             decoded = decompress(frame, kept["base"])
             sent[partition].append((self.round, update, {n: decoded[n] - kept["base"][n] for n in update}))

@@ -6,23 +6,27 @@ update is what gets compressed).
 
 import logging
 import math
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import replace
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
-from fedcomp import CompressedUpdate, ConfigError, Layout, LayoutError, Memory, compress, decompress, generator
+from fedcomp import CompressedUpdate, FedcompError, Layout, LayoutError, Memory, compress, decompress, generator
 from fedcomp.compressor import cohort_seed
 from fedcomp.feedback import EMPTY
 from fedcomp.feedback.cafe import blank
 from fedcomp.feedback.stored import memory_layout
 from fedcomp.monitor import Monitor, Sink
-from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, PLACE, STYPE, Request, has_floats
+from fedcomp.request import DECLINED, KEY, Request, has_floats
+from fedcomp_clients.compact import LEGACY_FIT, compacted, evaluate, package_in, unpacked, with_frame
 from fedcomp_clients.downlink import FileModelCache, ModelCache, Received, receive
 from fedcomp_clients.state import FileStore, StateStore
+from fedcomp_clients.told import Told
 
 log = logging.getLogger("fedcomp")
+
+_SECURE_AGGREGATION = "secaggplus_configs"  # name of the record that Flower's SecAgg+ adds to its messages
 
 
 class CompressMod:
@@ -41,69 +45,108 @@ class CompressMod:
         self.models = models or FileModelCache()
         self.monitor = monitor
         self._monitors: dict[str, Monitor] = {}
+        self._evaluation: ClientAppCallable | None = None
+
+    def evaluates(self, function: ClientAppCallable) -> ClientAppCallable:
+        """Have this function evaluate the received model within train messages, if the server wants that.
+
+        Then a round costs one message instead of two. Used beside Flower's own decorator; legacy apps need nothing:
+
+            @app.evaluate()
+            @compress_mod.evaluates
+            def evaluate(message, context): ...
+        """
+        self._evaluation = function
+        return function
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Train, then replace the model in the reply by one frame with its update.
 
-        Raises NonFiniteError if the trained model holds NaN or infinity, FedcompError if the residual cannot be stored:
-        Flower turns both into an error reply of this client. What merely does not fit is sent plainly, with a warning.
-        So it does with StaleModelError, if the server sent differences to a model that is not here any more.
+        Raises NonFiniteError if the trained model holds NaN or infinity, FedcompError if the residual cannot be stored
+        or the server aggregates securely: Flower turns all into an error reply of this client. What merely does not fit
+        is sent plainly, with a warning. So it does with StaleModelError, if the server sent differences to a model that
+        is not here any more.
         """
         received = self._unpack(message, context)
-        told = _Told.of(message) if message.metadata.message_type.partition(".")[0] == "train" else None
-        if told is None or len(message.content.array_records) != 1:
+        told = Told.of(message)
+        if told is None:
+            return call_next(message, context)
+        if _SECURE_AGGREGATION in message.content.config_records:
+            raise FedcompError(
+                "compression and secure aggregation exclude each other: masked updates can only be summed, and frames "
+                "must be decoded one by one; use Flower's own strategy, or no secure aggregation"
+            )
+        if told.request is None:
+            return _declined(call_next(message, context), told, context)
+        if len(message.content.array_records) != 1:
             return call_next(message, context)
         base = dict(next(iter(message.content.array_records.values())))  # user code may empty the record itself
         if not has_floats(base):  # trees, counters: nothing to compress
             return call_next(message, context)
+        evaluation = self._evaluate(message, told, context, call_next)
         reply = call_next(message, context)
         if reply.has_error() or len(reply.content.array_records) != 1:
             return reply
         key, trained = next(iter(reply.content.array_records.items()))
         try:
-            frame = self._compress(base, trained, told, received, context, _weight(reply, told.request.weight))
+            frame, own = self._compress(base, trained, told, received, context, _weight(reply, told.request.weight))
         except LayoutError as error:
             log.warning("update sent uncompressed: %s", error)
             return reply
-        packed = Array(dtype="uint8", shape=(len(frame),), stype=STYPE, data=frame)
-        reply.content = RecordDict({**reply.content, key: ArrayRecord({KEY: packed})})
+        if told.compact:
+            reply.content = compacted(reply.content, key, frame, evaluation, own)
+        else:
+            reply.content = with_frame(reply.content, key, frame)
         return reply
 
     def _unpack(self, message: Message, context: Context) -> Received | None:
         """Put the model in the place of a package, whatever the message is for. Returns what else it brought."""
-        for key, record in message.content.array_records.items():
-            packed = next((array for array in record.values() if array.stype == MODEL_STYPE), None)
-            if packed is not None:
-                received = receive(packed.data, self.models, str(context.run_id), _node(context)[0])
-                model = ArrayRecord({name: Array(values) for name, values in received.arrays.items()})
-                message.content = RecordDict({**message.content, key: model})
-                return replace(received, arrays={})  # training needs the room
-        return None
+        found = package_in(message.content)
+        if found is None:
+            return None
+        key, package = found
+        received = receive(package, self.models, str(context.run_id), _node(context)[0])
+        model = ArrayRecord({name: Array(values) for name, values in received.arrays.items()})
+        message.content = unpacked(message.content, key, model)
+        return replace(received, arrays={})  # training needs the room
+
+    def _evaluate(
+        self, message: Message, told: Told, context: Context, call_next: ClientAppCallable
+    ) -> RecordDict | None:
+        """What the app says of the received model, if the server wants to know and the app can tell."""
+        if told.evaluate is None or not told.compact:
+            return None
+        legacy = next(iter(message.content.array_records)).startswith(LEGACY_FIT)
+        function: Callable[[Message, Context], Message] | None = self._evaluation or (call_next if legacy else None)
+        return None if function is None else evaluate(message, told.evaluate, context, function)
 
     def _compress(
         self,
         base: dict[str, Array],
         trained: ArrayRecord,
-        told: "_Told",
+        told: Told,
         received: Received | None,
         context: Context,
         weight: float,
-    ) -> bytes:
+    ) -> tuple[bytes, bool]:
+        """The frame, and whether it keeps to a budget of this node's own."""
         name, number = _node(context)
         request = told.request
+        assert request is not None
         start = {key: array.numpy() for key, array in base.items()}
         new = {key: array.numpy() for key, array in trained.items()}
-        remembers = bool(request.feedback.slots)
+        layout, remembers = Layout.of(start), bool(request.feedback.slots)
+        plan = told.plan(context, layout.size)
         predictor = None if received is None else received.predictor
         update = compress(
             start,
             new,
-            request.plan,
+            plan,
             round=request.round,
             rng=generator(request.seed, request.round, number),
             feedback=request.feedback,
             predictor=None if predictor is None else decompress(predictor, blank(start)),
-            memory=self._recall(request, told.used(number), context, Layout.of(start)) if remembers else EMPTY,
+            memory=self._recall(request, told.used(number), context, layout) if remembers else EMPTY,
             number=number if remembers and told.ack is None and _partition(context) is not None else None,
             unkept=received is not None and received.unkept,
             measured=request.norm,
@@ -111,11 +154,11 @@ class CompressMod:
             dither=None if told.place is None else (cohort_seed(request.seed, request.round), told.place),
         )
         if self.monitor is not None:
-            decoded = decompress(update.frame, start, plan=request.plan)
+            decoded = decompress(update.frame, start, plan=plan)
             self._monitors.setdefault(name, Monitor(self.monitor)).observe(request.round, start, new, decoded)
         if remembers:
-            self._remember(update, request, context, Layout.of(start))
-        return update.frame
+            self._remember(update, request, context, layout)
+        return update.frame, plan != request.plan
 
     def _recall(self, request: Request, acknowledged: int, context: Context, layout: Layout) -> Memory | None:
         """The memory that belongs to the last upload the server used. What belongs to others never happened."""
@@ -136,46 +179,21 @@ compress_mod = CompressMod()
 """The mod with memories in files: works in deployment and in simulation, on as many processes as there are."""
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What the server says in the configuration of a train message. Read before user code, which may empty it.
-
-    Attributes:
-        request: what it asks for.
-        ack: the last round in which it used an upload of this node; 0: none; None: it does not know this node.
-        acks: the same by number, for clients that are gone and may be back as this node.
-        place: of this client among those of the round, in [0, 1); None: not told.
-    """
-
-    request: Request
-    ack: int | None
-    acks: dict[int, int]
-    place: float | None
-
-    @classmethod
-    def of(cls, message: Message) -> "_Told | None":
-        """None if the server asks for nothing, or for what this fedcomp cannot do."""
-        for config in message.content.config_records.values():
-            text, ack, listed = config.get(KEY), config.get(ACK), config.get(ACKS)
-            request = _parse(text) if isinstance(text, str) else None
-            if request is not None:
-                numbers = [int(number) for number in listed] if isinstance(listed, list) else []
-                acks = dict(zip(numbers[::2], numbers[1::2], strict=False))
-                place = config.get(PLACE)
-                at = place if isinstance(place, float) and 0 <= place < 1 else None
-                return cls(request, ack if isinstance(ack, int) else None, acks, at)
-        return None
-
-    def used(self, number: int) -> int:
-        """The round of the last upload that the server used of the client with this number; 0: none."""
-        return self.acks.get(number, 0) if self.ack is None else self.ack
-
-
 def _weight(reply: Message, key: str) -> float:
     """What the reply weighs by its metric of that name; 1 if there is no such number."""
     found = [record[key] for record in reply.content.metric_records.values() if key in record]
     weight = found[0] if found else 1.0
     return float(weight) if isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0 else 1.0
+
+
+def _declined(reply: Message, told: Told, context: Context) -> Message:
+    """The plain reply of a client that cannot do what the server asks for, with the reason, which is logged once."""
+    if DECLINED not in context.state:
+        log.warning("the server asks for what this fedcomp cannot do, replying uncompressed: %s", told.declined)
+        context.state[DECLINED] = ConfigRecord({"reason": told.declined})
+    if told.compact and not reply.has_error():
+        reply.content = RecordDict({**reply.content, DECLINED: ConfigRecord({"reason": told.declined})})
+    return reply
 
 
 def _training(request: Request, context: Context) -> str:
@@ -191,12 +209,3 @@ def _node(context: Context) -> tuple[str, int]:
     """Name and number of this node: its partition where it has one, since node ids change when a SuperNode restarts."""
     partition = _partition(context)
     return (f"node-{context.node_id}", context.node_id) if partition is None else (f"partition-{partition}", partition)
-
-
-@lru_cache(maxsize=4)  # in a simulation all clients of a round get the same text
-def _parse(text: str) -> Request | None:
-    try:
-        return Request.from_text(text)
-    except ConfigError as error:
-        log.warning("the server asks for what this fedcomp cannot do, replying uncompressed: %s", error)
-        return None

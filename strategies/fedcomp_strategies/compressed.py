@@ -4,12 +4,13 @@
 privacy wrappers included. Clients without fedcomp reply plainly and are averaged along.
 """
 
+import json
 import logging
 import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,16 +34,19 @@ from fedcomp import (
     generator,
     wire,
 )
+from fedcomp.budget import check_budgets
 from fedcomp.compressor import apply
 from fedcomp.device import resolve
 from fedcomp.layout import Layout, Vector, check_finite, check_same_tensors
 from fedcomp.monitor import Monitor, Sink
-from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, PLACE, Request, has_floats
+from fedcomp.request import ACK, ACKS, BUDGETS, COMPACT, KEY, MODEL_STYPE, PLACE, Request, has_floats, is_ours
 from fedcomp.schedule import Schedule, as_schedule
 from fedcomp_strategies.acks import Acknowledgements
 from fedcomp_strategies.aggregator import Aggregator, Mean
 from fedcomp_strategies.averaging import averaged_reply, averages, ignores_weights, metrics_of, picks_replies
+from fedcomp_strategies.compact import MOST_IN_MESSAGES, MOST_IN_RECORD, with_package
 from fedcomp_strategies.downlink import Downlink
+from fedcomp_strategies.evaluations import Evaluations
 from fedcomp_strategies.feedback import SERVER, ServerFeedback
 from fedcomp_strategies.guards import MovingAverage, capped
 from fedcomp_strategies.rates import LEAST_BITS, Rates, choose, notes_size
@@ -52,77 +56,21 @@ from fedcomp_strategies.records import (
     identity,
     integers_in,
     is_finite,
-    nbytes,
     to_record,
     views,
 )
 from fedcomp_strategies.replies import Reply, cause_of, triage, triage_evaluation, weight_key, weight_of
+from fedcomp_strategies.rounds import Outcome, SentRound
 from fedcomp_strategies.traffic import RoundTraffic, payload
 
 log = logging.getLogger("fedcomp")
+flower_log = logging.getLogger("flwr")
 
 DROPPED = "fedcomp-dropped-"
 """Prefix of the metrics that count dropped replies by cause."""
 
 _UNASKED = ("foreign", "repeated")
 """Causes of replies that the inner strategy hears nothing of."""
-
-
-@dataclass
-class _Round:
-    """What the messages of a round have said, kept until the replies are in.
-
-    Attributes:
-        arrays: the global model.
-        asked: messages by node.
-        sent: the model that the inner strategy sent to each node that was asked for a frame.
-        packed: nodes that got the model as a package.
-        told: the model as those nodes hold it, where the downlink loses something.
-    """
-
-    arrays: ArrayRecord
-    asked: Counter[int] = field(default_factory=Counter)
-    sent: dict[int, ArrayRecord] = field(default_factory=dict)
-    packed: set[int] = field(default_factory=set)
-    told: Model = field(default_factory=dict)
-    _bases: dict[Any, Model] = field(default_factory=dict)
-
-    def base(self, node: int) -> Model:
-        """The arrays that a node was meant to be sent, unpacked once however many nodes got them."""
-        sent = self.sent[node]
-        if identity(sent) not in self._bases:
-            self._bases[identity(sent)] = views(sent)
-        return self._bases[identity(sent)]
-
-    def corrected(self, node: int, model: Model, names: Iterable[str]) -> Model:
-        """A client's model, with these tensors as if the client had been told the global model without loss."""
-        if node not in self.packed or not self.told:
-            return model
-        base = self.base(node)
-        moved = {
-            n: model[n] + (base[n] - self.told[n]) for n in names if model[n].dtype.kind == base[n].dtype.kind == "f"
-        }
-        return model | {name: np.asarray(values, model[name].dtype) for name, values in moved.items()}
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What came of the replies of a round.
-
-    Attributes:
-        replies: as they came out: those that were refused along the way are marked.
-        arrays, metrics: of the inner strategy.
-        update: the mean update of the coded tensors, if feedback wants to see it and it was computed.
-        counted: nodes whose replies have had an influence on the model.
-        levels: by node, the steps at which frames were coded, where codecs have some.
-    """
-
-    replies: list[Reply]
-    arrays: ArrayRecord | None = None
-    metrics: MetricRecord | None = None
-    update: Mapping[str, Vector] | None = None
-    counted: Collection[int] = ()
-    levels: Mapping[int, float] = field(default_factory=dict)
 
 
 class Compressed(Strategy):
@@ -164,6 +112,16 @@ class Compressed(Strategy):
         average: decay of a moving average of the models of all rounds, above 0 to 0.999; 0: none. Larger: less noise,
             further behind. Training goes on with the newest model; what is evaluated, and returned by `start`, is the
             average.
+        budgets: budgets of nodes whose configuration (``flower-supernode --node-config``) has some value, which each of
+            their uploads keeps to instead of the common one: ``{"link=nbiot": "200 B", "link=lte": "2 kB"}``. Only with
+            "auto". A node's own ``fedcomp-budget`` is never exceeded, whatever is said here.
+        min_replies: how many usable replies a round needs for the model to change.
+        evaluation: "messages": after each round, as the inner strategy does it. "piggyback": nodes that train evaluate
+            the model that they receive, and their replies bring the metrics, so that a round costs one message a node
+            instead of two. The metrics of a round's model come with the next round; the last model, under `start`, is
+            evaluated by messages. Clients of the Message API say which function that is: `compress_mod.evaluates`.
+        compact: whether frames, metrics and small models travel inside configurations, which takes fewer requests of
+            the transport, to and from clients that can read that. If not, frames and models are arrays.
 
     Attributes:
         traffic: one RoundTraffic a train round.
@@ -188,20 +146,32 @@ class Compressed(Strategy):
         monitor: Sink | None = None,
         norm_cap: float | str | None = "auto",
         average: float = 0.0,
+        budgets: Mapping[str, str] | None = None,
+        min_replies: int = 1,
+        evaluation: str = "messages",
+        compact: bool = True,
     ) -> None:
         _validate.one_of(choices=("mean", "max"), integers=integers)
         _validate.flag(mixed_fleet=mixed_fleet)
         _validate.flag(shared=shared)
+        _validate.flag(compact=compact)
+        _validate.one_of(choices=("messages", "piggyback"), evaluation=evaluation)
         self.strategy = strategy
         self.traffic: list[RoundTraffic] = []
+        _validate.integer(low=1, min_replies=min_replies)
+        self.min_replies = min_replies
         self.monitor = monitor
         self.integers = integers
         self.device = resolve(device)
         self._mixed = mixed_fleet
+        self._compact = compact
+        self._evaluations = Evaluations() if evaluation == "piggyback" else None
         self._left_open = isinstance(uplink, str) and any(p.codec == Auto() for p in as_schedule(uplink).plans())
         self._wanted = None if feedback == "auto" else as_feedback(feedback)
         self._wanted_cap = norm_cap
         self._schedule = _with_budget(as_schedule(uplink), budget)
+        self._budgets = dict(budgets or {})
+        check_budgets(self._budgets)
         self._rates = Rates(shared and averages(strategy) and monitor is None)
         self._feedback = ServerFeedback(self._wanted or NoFeedback(), seed)
         self._downlink = None if downlink == "plain" else Downlink(None if downlink == "pack" else downlink, seed)
@@ -212,6 +182,7 @@ class Compressed(Strategy):
         plan = self._schedule.plan(1)
         self._request = Request(plan, 0, self._feedback.feedback, seed, _new_session(), measured)
         self._check(strategy)
+        self._reports_later = False  # the line about a round, because the server evaluates too
         self._exact: set[str] = set()  # names of integers: Flower makes floats of them, from one training to the next
         self._forget_training()
 
@@ -225,6 +196,14 @@ class Compressed(Strategy):
                 raise ConfigError(
                     "rules cannot use auto: a budget is for the whole upload; give it as the plan's codec"
                 )
+        if self._budgets and not any(isinstance(plan.codec, Auto) for plan in plans):
+            raise ConfigError('budgets of nodes need a codec that keeps to budgets: give uplink="auto"')
+        if self._evaluations is not None and not self._compact:
+            raise ConfigError("evaluation='piggyback' needs compact replies, which compact=False rules out")
+        if self._evaluations is not None and self._moving is not None:
+            raise ConfigError(
+                "evaluation='piggyback' is of the model that is trained, average of another one; give up one of the two"
+            )
         if self._feedback.needs_mean and (not averages(strategy) or self.monitor is not None):
             raise ConfigError(
                 f"feedback {feedback.name!r} computes with the mean of all updates, which {name} does not take, or a "
@@ -260,11 +239,13 @@ class Compressed(Strategy):
         """Begin as if nothing had been sent or received before."""
         self._acks = Acknowledgements()
         self._aware: set[int] = set()
+        self._readers: set[int] = set()  # of compact messages
+        self._told_plain: set[int] = set()  # nodes whose uncompressed replies were logged
         self._begun = False
         self._keepers: set[int] = set()
         self._learnt: dict[Plan, Plan] = {}
         self._monitors: dict[int, Monitor] = {}
-        self._round: _Round | None = None
+        self._round: SentRound | None = None
         self._trained: Layout | None = None  # of the model that the training began with: strategies widen dtypes later
         self._uncapped_told = False
         self._feedback.restart()
@@ -302,19 +283,30 @@ class Compressed(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Flower's own, except that with `average` evaluate_fn is given the moving average, and the result holds it."""
-        if self._moving is None:
-            return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
-        self._moving.restart()  # or the start would be evaluated as the end of the training before
+        """Flower's own, except that with `average` evaluate_fn is given the moving average, and the result holds it.
+
+        Evaluations that came with training are in the result under the round whose model they are of; 0: the initial.
+        """
+        if self._moving is not None:
+            self._moving.restart()  # or the start would be evaluated as the end of the training before
+        if self._evaluations is not None:
+            self._evaluations.begin(num_rounds, evaluate_config)
 
         def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             assert evaluate_fn is not None
-            return evaluate_fn(server_round, arrays if self.averaged is None else self.averaged)
+            metrics = evaluate_fn(server_round, arrays if self.averaged is None else self.averaged)
+            if server_round:
+                self._report(server_round, metrics)
+            return metrics
 
         given = None if evaluate_fn is None else evaluate
+        self._reports_later = given is not None
         result = super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, given)
         if self.averaged is not None:
             result.arrays = self.averaged
+        if self._evaluations is not None:
+            told = {**self._evaluations.metrics, **result.evaluate_metrics_clientapp}
+            result.evaluate_metrics_clientapp = dict(sorted(told.items()))
         return result
 
     # --- down --------------------------------------------------------------------------------------------------------
@@ -335,10 +327,15 @@ class Compressed(Strategy):
         plan = self._announced(plan)
         self._request = replace(self._request, round=server_round, plan=plan, feedback=self._feedback.feedback)
         asked = Counter(message.metadata.dst_node_id for message in messages)
-        self._round = _Round(arrays, asked)
+        self._round = SentRound(arrays, asked)
         told = self._tell_acks(grid, set(asked))
         models, request = self._models(messages), self._request.to_text()
         placed = isinstance(plan.codec, Auto) and plan.codec.unbiased
+        common: dict[str, Any] = {KEY: request} | ({COMPACT: True} if self._compact else {})
+        if self._budgets and isinstance(plan.codec, Auto):
+            common[BUDGETS] = json.dumps(self._budgets, separators=(",", ":"))
+        if self._evaluations is not None:
+            common |= self._evaluations.asked(server_round)
         for index, message in enumerate(messages):
             records = list(message.content.array_records.values())
             node = message.metadata.dst_node_id
@@ -346,8 +343,9 @@ class Compressed(Strategy):
             if len(records) == 1 and asked[node] == 1 and identity(records[0]) in models:
                 self._round.sent[node] = records[0]
                 place = {PLACE: index / len(messages)} if placed else {}
-                message.content = _with_config(message.content, {KEY: request, **place, **told.get(node, {})})
+                message.content = _with_config(message.content, {**common, **place, **told.get(node, {})})
         self._pack(messages, models, server_round, self._downlink, self._feedback.predictor_frame)
+        self._round.note_objects(messages)
         self.traffic.append(RoundTraffic(server_round, messages=len(messages), bytes_down=payload(messages)))
         return messages
 
@@ -388,8 +386,12 @@ class Compressed(Strategy):
 
     def _check_budgets(self, layout: Layout) -> None:
         """Raise BudgetError for any budget of the schedule that no frame for this layout fits."""
+        notes = notes_size(self._request.norm, self._feedback.feedback)
         for plan in self._schedule.plans():
-            self._rates.check(plan, layout, notes_size(self._request.norm, self._feedback.feedback))
+            self._rates.check(plan, layout, notes)
+            for budget in self._budgets.values():
+                if isinstance(plan.codec, Auto):
+                    self._rates.check(replace(plan, codec=replace(plan.codec, budget=budget)), layout, notes)
 
     def _announced(self, plan: Plan) -> Plan:
         """The plan with the step that this round's clients code at. Raises BudgetError if the budget is too small."""
@@ -443,6 +445,7 @@ class Compressed(Strategy):
             return
         records: dict[bytes, ArrayRecord] = {}  # messages share theirs, and should go on doing so
         published = None
+        room = MOST_IN_MESSAGES
         for message in messages:
             node = message.metadata.dst_node_id
             sent = message.content.array_records
@@ -456,12 +459,21 @@ class Compressed(Strategy):
             if known != published:  # strategies with several models at once
                 continue
             data = downlink.package(node, predictor)
-            packed = Array(dtype="uint8", shape=(len(data),), stype=MODEL_STYPE, data=data)
-            message.content = RecordDict({**message.content, key: records.setdefault(data, ArrayRecord({KEY: packed}))})
+            if self._reads_compact(node) and len(data) <= min(MOST_IN_RECORD, room):
+                room -= len(data)
+                message.content = with_package(message.content, key, data)
+            else:
+                packed = Array(dtype="uint8", shape=(len(data),), stype=MODEL_STYPE, data=data)
+                record = records.setdefault(data, ArrayRecord({KEY: packed}))
+                message.content = RecordDict({**message.content, key: record})
             if downlink is self._downlink:
                 self._round.packed.add(node)
         if published is not None and downlink.plan is not None:
             self._round.told = dict(downlink.told)
+
+    def _reads_compact(self, node: int) -> bool:
+        """Whether the node is known to look for the model in the configuration."""
+        return self._compact and (not self._mixed or node in self._readers)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -469,14 +481,19 @@ class Compressed(Strategy):
         """The inner strategy's evaluate messages, with the model packed as for training.
 
         The moving average, where there is one, is always sent whole: nodes go on holding the model that is trained.
+        With evaluation="piggyback" there are none before the last round.
         """
+        if self._evaluations is not None and not self._evaluations.is_last(server_round):
+            self._round = None
+            return []
         averaged, downlink = self.averaged, self._downlink
         if averaged is not None:
             arrays, downlink = averaged, self._evaluation
         messages = list(self.strategy.configure_evaluate(server_round, arrays, config, grid))
-        self._round = _Round(arrays)
+        self._round = SentRound(arrays)
         self._pack(messages, self._models(messages), server_round, downlink)
         if messages:
+            self._round.note_objects(messages)
             self._count(server_round, bytes_down_evaluate=payload(messages))
         return messages
 
@@ -491,7 +508,7 @@ class Compressed(Strategy):
         cause: in `traffic`, in the log and in the metrics of the result. If nothing usable is left, or all weights are
         zero, the old model stays.
         """
-        sent, self._round = self._round or _Round(ArrayRecord()), None
+        sent, self._round = self._round or SentRound(ArrayRecord()), None
         replies = list(replies)
         key = weight_key(self.strategy)
         opened = triage(replies, sent.asked, server_round, key)
@@ -503,14 +520,15 @@ class Compressed(Strategy):
         for node in sent.asked.keys() - {reply.node for reply in outcome.replies if not reply.cause}:
             self._acks.miss(node)
         self._confirm(outcome.replies, sent)
-        good = {reply.node: reply for reply in outcome.replies if reply.node in used and reply.array is not None}
+        self._evaluate(server_round - 1, outcome.replies)
+        good = {r.node: r for r in outcome.replies if r.node in used and r.array is not None and not r.own_budget}
         self._rates.observe(
             self._feedback.feedback.plan(self._learnt_plan(server_round), server_round),
             [len(reply.array.data) for reply in good.values() if reply.array is not None],
             {node: outcome.levels[node] for node in good if node in outcome.levels},
             {node: weight_of(reply.message, key) for node, reply in good.items()},
         )
-        self._account(replies, outcome.replies, sent, list(used.values()))
+        self._account(outcome.replies, sent, list(used.values()))
         arrays = outcome.arrays
         if arrays is not None and not is_finite(arrays):
             log.error("round %d: the aggregated model is not finite, the old model stays", server_round)
@@ -532,7 +550,7 @@ class Compressed(Strategy):
             self._feedback.restart()
         return arrays, self._count_dropped(outcome.metrics)
 
-    def _takes_mean(self, sent: _Round, replies: list[Reply]) -> bool:
+    def _takes_mean(self, sent: SentRound, replies: list[Reply]) -> bool:
         """Whether the inner strategy can be given the mean.
 
         So it is if it averages, all replies are about one model of floats, and no monitor wants to see each of them.
@@ -543,7 +561,7 @@ class Compressed(Strategy):
         known = identity(models[0])
         return has_floats(models[0]) and all(model is not None and identity(model) == known for model in models)
 
-    def _average(self, server_round: int, replies: list[Reply], sent: _Round, key: str) -> _Outcome:
+    def _average(self, server_round: int, replies: list[Reply], sent: SentRound, key: str) -> Outcome:
         """Hand the inner strategy one reply with the mean."""
         assert isinstance(self.strategy, FedAvg)
         base = next(sent.base(reply.node) for reply in replies if not reply.cause)
@@ -567,7 +585,7 @@ class Compressed(Strategy):
         counted = {r.node for r in opened if not r.cause and weights[r.node]}
         heavy = {r.node for r in opened if not r.cause and weight_of(r.message, key)}
         if not self._any(server_round, opened, counted & heavy):
-            return _Outcome(opened)
+            return Outcome(opened)
         good = [reply for reply in opened if not reply.cause]
         framed = sum(weights[r.node] for r in good if r.notes is not None and r.node in sent.packed) / mean.weight
         for name, values in mean.verbatim.items():  # from clients that were told the model with a loss
@@ -587,7 +605,7 @@ class Compressed(Strategy):
             arrays, metrics = self.strategy.aggregate_train(server_round, [averaged, *_errors(opened)])
         if arrays is not None:
             arrays = ArrayRecord({**arrays, **{name: Array(values) for name, values in largest.items()}})
-        return _Outcome(opened, arrays, metrics, update, counted, levels)
+        return Outcome(opened, arrays, metrics, update, counted, levels)
 
     def _capped(self, server_round: int, mean: Mean, aggregator: Aggregator, weights: Mapping[int, float]) -> Mean:
         """The mean with its update no longer than the norm cap allows."""
@@ -600,7 +618,7 @@ class Compressed(Strategy):
             self._count(server_round, capped=step.factor)
         return replace(mean, update=step.update)
 
-    def _collect(self, reply: Reply, aggregator: Aggregator, sent: _Round, weights: Mapping[int, float]) -> Reply:
+    def _collect(self, reply: Reply, aggregator: Aggregator, sent: SentRound, weights: Mapping[int, float]) -> Reply:
         """Give a reply to the aggregator, which tells later whether it was any good."""
         if reply.cause:
             return reply
@@ -615,14 +633,14 @@ class Compressed(Strategy):
             return reply.refused(cause_of(error), error)
         return reply
 
-    def _hand_over(self, server_round: int, replies: list[Reply], sent: _Round, key: str | None) -> _Outcome:
+    def _hand_over(self, server_round: int, replies: list[Reply], sent: SentRound, key: str | None) -> Outcome:
         """Hand the inner strategy every client's model."""
         if self._feedback.needs_mean and any(not reply.cause for reply in replies):
             log.error(
                 "round %d: feedback %s needs the mean of updates of one model, but nodes were sent different ones; the "
                 "old model stays", server_round, self._request.feedback,
             )  # fmt: skip
-            return _Outcome(replies)
+            return Outcome(replies)
         if self._norm_cap is not None and not self._uncapped_told and any(not reply.cause for reply in replies):
             self._uncapped_told = True
             log.warning(
@@ -634,12 +652,13 @@ class Compressed(Strategy):
         opened = [self._open(reply, sent) for reply in replies]
         heavy = {r.node for r in opened if not r.cause and (key is None or weight_of(r.message, key))}
         if not self._any(server_round, opened, heavy):
-            self.strategy.aggregate_train(server_round, _errors(opened))
-            return _Outcome(opened)
+            if errors := _errors(opened):  # privacy wrappers divide by how many there are
+                self.strategy.aggregate_train(server_round, errors)
+            return Outcome(opened)
         messages = [reply.message for reply in opened if reply.cause not in _UNASKED]
         arrays, metrics = self.strategy.aggregate_train(server_round, messages)
         counted = {r.node for r in opened if not r.cause} if ignores_weights(self.strategy) else heavy
-        return _Outcome(opened, arrays, metrics, counted=counted)
+        return Outcome(opened, arrays, metrics, counted=counted)
 
     def _with_weight(self, reply: Reply, key: str | None) -> Reply:
         """The reply, refused if it weighs nothing: the strategy might pick it alone, and divide by zero."""
@@ -649,7 +668,7 @@ class Compressed(Strategy):
             "weight", f"expected the metric {key!r} above 0 with {type(self.strategy).__name__}, got 0"
         )
 
-    def _open(self, reply: Reply, sent: _Round) -> Reply:
+    def _open(self, reply: Reply, sent: SentRound) -> Reply:
         """The reply with a whole model in it, or an error reply that says why it was refused."""
         if reply.cause:
             return reply
@@ -668,7 +687,7 @@ class Compressed(Strategy):
         message: Message = Message(content=content, metadata=reply.message.metadata)  # type: ignore[call-overload]
         return replace(reply, message=message)
 
-    def _decode(self, reply: Reply, sent: _Round) -> Model:
+    def _decode(self, reply: Reply, sent: SentRound) -> Model:
         base = sent.base(reply.node)
         contents = wire.unpack(reply.frame(), Layout.of(base), plan=self._request.plan, round=self._request.round)
         model = apply(contents, self._feedback.shifted(base) if contents.notes.predicted else base)
@@ -678,7 +697,7 @@ class Compressed(Strategy):
             node.observe(self._request.round, base, model)
         return model
 
-    def _plain(self, reply: Reply, sent: _Round) -> Model:
+    def _plain(self, reply: Reply, sent: SentRound) -> Model:
         """The model of an uncompressed reply in the order of the base, which some strategies match it by.
 
         Raises FedcompError unless it fits the model that was sent and is finite.
@@ -701,16 +720,42 @@ class Compressed(Strategy):
             log.error("round %d: none of %d replies can be used, the old model stays", server_round, len(replies))
         elif not heavy:
             log.error("round %d: all replies have weight zero, the old model stays", server_round)
+        elif len(heavy) < self.min_replies:
+            log.error(
+                "round %d: %d usable replies are fewer than min_replies=%d, the old model stays",
+                server_round, len(heavy), self.min_replies,
+            )  # fmt: skip
         else:
             return True
         return False
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The inner strategy's evaluation, without replies that are inconsistent or have an impossible weight."""
-        sent, self._round = self._round or _Round(ArrayRecord()), None
-        key = weight_key(self.strategy)
-        checked = triage_evaluation(replies, key)
+        sent, self._round = self._round or SentRound(ArrayRecord()), None
+        replies = list(replies)
+        silent = self._evaluations is not None and not replies  # nobody was asked
+        checked = triage_evaluation(replies, weight_key(self.strategy))
         self._confirm(checked, sent)
+        if sent.objects:
+            so_far = self.traffic[-1].wire_up if self.traffic else 0
+            self._count(server_round, wire_up=so_far + sent.wire_up(checked))
+        metrics = None if silent else self._aggregate_evaluations(server_round, checked)
+        if not self._reports_later:
+            self._report(server_round, metrics)
+        return metrics
+
+    def _evaluate(self, server_round: int, replies: list[Reply]) -> None:
+        """Take in what replies to train messages say of the model that they were sent."""
+        said = [r.evaluation for r in replies if r.evaluation is not None and r.cause not in _UNASKED]
+        if self._evaluations is None or not said:
+            return
+        checked = triage_evaluation(said, weight_key(self.strategy))
+        metrics = self._aggregate_evaluations(server_round, checked)
+        if metrics is not None:
+            self._evaluations.metrics[server_round] = metrics
+
+    def _aggregate_evaluations(self, server_round: int, checked: list[Reply]) -> MetricRecord | None:
+        key = weight_key(self.strategy)
         good = [reply.message for reply in checked if not reply.cause]
         if key is not None and good and not any(weight_of(message, key) for message in good):
             log.warning("round %d: all evaluations have weight zero and are left out", server_round)
@@ -719,13 +764,16 @@ class Compressed(Strategy):
 
     # --- what a round leaves behind ----------------------------------------------------------------------------------
 
-    def _confirm(self, replies: list[Reply], sent: _Round) -> None:
+    def _confirm(self, replies: list[Reply], sent: SentRound) -> None:
         """Remember which nodes understand packages, and which of them hold the model of this round."""
         for reply in replies:
             if reply.notes is not None and reply.version == wire.VERSION:
                 self._aware.add(reply.node)  # older ones could not read the frames in packages
+                if reply.compact:
+                    self._readers.add(reply.node)
             elif sent.sent and reply.cause in ("error", "stale"):  # perhaps it cannot read packages any more
                 self._aware.discard(reply.node)
+                self._readers.discard(reply.node)
             if self._downlink is None or reply.node not in sent.packed:
                 continue
             if reply.notes is not None and not reply.notes.unkept:
@@ -744,10 +792,10 @@ class Compressed(Strategy):
         self.traffic[-1] = replace(self.traffic[-1], **counts)
         return self.traffic[-1]
 
-    def _account(self, replies: list[Message], opened: list[Reply], sent: _Round, used: list[wire.Notes]) -> None:
+    def _account(self, opened: list[Reply], sent: SentRound, used: list[wire.Notes]) -> None:
         """Complete the round's traffic, and log what was dropped and reset."""
         round_ = self._request.round
-        arrived = [m for m in replies if not m.has_error()]
+        arrived = [reply for reply in opened if reply.arrived]
         causes = Counter(reply.cause for reply in opened if reply.cause)
         answered = Counter(reply.node for reply in opened if reply.cause not in _UNASKED)
         causes["missing"] = sum((sent.asked - answered).values())
@@ -757,7 +805,8 @@ class Compressed(Strategy):
             messages=messages,
             uploads=len(arrived),
             failures=max(messages - sum(not reply.cause for reply in opened), 0),
-            bytes_up=sum(nbytes(record) for m in arrived for record in m.content.array_records.values()),
+            bytes_up=sum(reply.payload for reply in arrived),
+            wire_up=sent.wire_up(opened),
             dropped={cause: count for cause, count in sorted(causes.items()) if count},
             resets=sum(notes.reset for notes in used),
             shortened=sum(notes.shortened for notes in used),
@@ -765,6 +814,12 @@ class Compressed(Strategy):
         for reply in opened:
             if reply.cause:
                 log.warning("round %d: node %d: %s", round_, reply.node, reply.message.error.reason)
+            elif reply.notes is None and reply.node in sent.sent and reply.node not in self._told_plain:
+                self._told_plain.add(reply.node)  # once, not every round
+                reason = reply.declined or "no fedcomp there, or its update does not fit the model"
+                log.info(
+                    "round %d: node %d replies uncompressed, which is averaged along: %s", round_, reply.node, reason
+                )
         if traffic.dropped:
             log.warning("round %d: replies dropped by cause: %s", round_, traffic.dropped)
         if traffic.resets:
@@ -772,6 +827,14 @@ class Compressed(Strategy):
         if arrived and not (isinstance(self._request.plan.codec, Auto) and self._rates.shared):
             parameters = sum(math.prod(array.shape) for array in sent.arrays.values())
             self._feedback.warn_of_starvation(8 * traffic.bytes_up / len(arrived) / max(parameters, 1))
+
+    def _report(self, server_round: int, metrics: MetricRecord | None) -> None:
+        """Log the line about a round, where Flower logs what it does."""
+        of_round = server_round
+        if metrics is None and self._evaluations is not None and self._evaluations.metrics:
+            of_round, metrics = list(self._evaluations.metrics.items())[-1]
+        if self.traffic and self.traffic[-1].round == server_round:
+            flower_log.info("\t└──> %s", self.traffic[-1].line(metrics, of_round))
 
     def _count_dropped(self, metrics: MetricRecord | None) -> MetricRecord | None:
         """The metrics with the counts of this round's dropped replies by cause, for the strategy's result."""
@@ -838,5 +901,5 @@ def _errors(replies: list[Reply]) -> list[Message]:
 def _with_config(content: RecordDict, told: dict[str, Any]) -> RecordDict:
     """The content with these entries in its configuration, whatever older ones may be in there."""
     key, config = next(iter(content.config_records.items()), ("config", ConfigRecord()))
-    kept = {name: value for name, value in config.items() if name not in (KEY, ACK, ACKS, PLACE)}
+    kept = {name: value for name, value in config.items() if not is_ours(name)}
     return RecordDict({**content, key: ConfigRecord({**kept, **told})})

@@ -5,13 +5,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flwr.app import Array, Error, Message
+from flwr.app import Array, ConfigRecord, Error, Message
 from flwr.serverapp.strategy import Strategy
 
 from fedcomp import FrameError, LayoutError, NonFiniteError, wire
 from fedcomp.errors import RoundError
-from fedcomp.request import STYPE
+from fedcomp.request import DECLINED, STYPE
 from fedcomp_strategies.aggregator import LARGEST_WEIGHT
+from fedcomp_strategies.compact import expanded, is_compact
+from fedcomp_strategies.records import nbytes
+from fedcomp_strategies.traffic import objects_in
 
 BAD_REPLY = 900
 """Error code of a reply that arrived but was refused; the reason says why."""
@@ -31,12 +34,41 @@ class Reply:
         cause: why it was dropped, one of CAUSES; "": it was not.
         notes: what its frame says about feedback; None if it has no sound frame.
         version: of the frame; 0 without one.
+        arrived: whether the client replied with content, whatever became of it.
+        objects: that the transport split it into.
+        payload: bytes of the frame, or of the serialized arrays, as they arrived.
+        compact: whether all of it came in one record.
+        evaluation: what else the client says of the model that it received, as a reply to an evaluation.
+        own_budget: whether the frame keeps to a budget of this node's own.
+        declined: why the client replied plainly, as it says itself.
     """
 
     message: Message
     cause: str = ""
     notes: wire.Notes | None = None
     version: int = 0
+    payload: int = 0
+    compact: bool = False
+    evaluation: Message | None = None
+    own_budget: bool = False
+    declined: str = ""
+    arrived: bool = False
+    objects: int = 0
+
+    @classmethod
+    def of(cls, message: Message) -> "Reply":
+        """A reply as it arrived, in its ordinary form; refused if that cannot be read."""
+        if message.has_error():
+            return cls(message)
+        came = cls(message, arrived=True, objects=objects_in(message.content), compact=is_compact(message))
+        if not came.compact:
+            declined = message.content.config_records.get(DECLINED, ConfigRecord())
+            return replace(came, payload=_nbytes(message), declined=str(declined.get("reason", "")))
+        try:
+            reply, evaluation, own = expanded(message)
+        except FrameError as error:
+            return came.refused("damaged", error)
+        return replace(came, message=reply, payload=_nbytes(reply), evaluation=evaluation, own_budget=own)
 
     @property
     def node(self) -> int:
@@ -65,6 +97,10 @@ class Reply:
         return replace(self, message=message, cause=cause)
 
 
+def _nbytes(message: Message) -> int:
+    return sum(nbytes(record) for record in message.content.array_records.values())
+
+
 def cause_of(error: Exception) -> str:
     """The cause that stands for an error met while decoding."""
     kinds = {NonFiniteError: "non-finite", RoundError: "late", FrameError: "damaged", LayoutError: "mismatch"}
@@ -80,14 +116,14 @@ def triage(messages: Iterable[Message], asked: Counter[int], round: int, key: st
         round: the round that frames must be of.
         key: the metric by which replies are weighed; None: they are not.
     """
-    replies = sorted(map(Reply, messages), key=lambda reply: (reply.node, _content(reply)))
+    replies = sorted(map(Reply.of, messages), key=lambda reply: (reply.node, _content(reply)))
     replies = list(_known([_checked(reply, round, key) for reply in replies], asked))
     return _consistent(replies, 1, key)
 
 
 def triage_evaluation(messages: Iterable[Message], key: str | None) -> list[Reply]:
     """Replies to evaluate messages, those refused that have no place in the inner strategy's evaluation."""
-    return _consistent([_checked(Reply(message), 0, key) for message in messages], 0, key)
+    return _consistent([_checked(Reply.of(message), 0, key) for message in messages], 0, key)
 
 
 def _content(reply: Reply) -> bytes:
@@ -96,6 +132,8 @@ def _content(reply: Reply) -> bytes:
 
 
 def _checked(reply: Reply, round: int, key: str | None) -> Reply:
+    if reply.cause:
+        return reply
     if reply.message.has_error():
         reason = reply.message.error.reason
         said = {"StaleModelError": "stale", "FrameError": "stale", "NonFiniteError": "non-finite"}

@@ -1,11 +1,12 @@
 """What rounds moved: the bytes of every message, and what became of the replies."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 
-from fedcomp.request import ACK, ACKS, KEY
+from fedcomp.request import is_ours
 from fedcomp_strategies.records import nbytes
 
 
@@ -24,6 +25,8 @@ class RoundTraffic:
         dropped: replies that were not used, by cause (see replies.CAUSES).
         resets: uploads of clients whose memory was lost, damaged or too old and started again from zero.
         shortened: uploads of clients whose residual was longer than allowed.
+        wire_up: estimate of all bytes that the round took on the clients' uplinks: payload, metrics, and every request
+            of Flower's transport, those for the downlink and for evaluation as well; see `transport`.
         capped: what the mean update was multiplied with because it was longer than `norm_cap` allows; 1: it was not.
     """
 
@@ -37,7 +40,56 @@ class RoundTraffic:
     dropped: Mapping[str, int] = field(default_factory=dict)
     resets: int = 0
     shortened: int = 0
+    wire_up: int = 0
     capped: float = 1.0
+
+    def line(self, metrics: Mapping[str, object] | None = None, of_round: int | None = None) -> str:
+        """What the round came to, in one line.
+
+        Args:
+            metrics: of the evaluation; accuracies of it are shown, else the losses, else whatever there is.
+            of_round: the round whose model they are of, if that is another one.
+        """
+        parts = [f"uplink {self.bytes_up:,} B in {self.uploads} of {self.messages} replies (wire ~{self.wire_up:,} B)"]
+        parts.append(f"downlink {self.bytes_down + self.bytes_down_evaluate:,} B")
+        if said := _said(metrics or {}):
+            parts.insert(0, said + ("" if of_round in (None, self.round) else f" after round {of_round}"))
+        if self.dropped:
+            parts.append("dropped " + ", ".join(f"{count} {cause}" for cause, count in self.dropped.items()))
+        return f"round {self.round}: " + " | ".join(parts)
+
+
+def _said(metrics: Mapping[str, object]) -> str:
+    """The most telling numbers among the metrics."""
+    numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+    kinds = [{k: v for k, v in numbers.items() if word in k.lower()} for word in ("acc", "loss")]
+    chosen = next((kind for kind in kinds if kind), numbers)
+    return ", ".join(f"{key} {value:.4g}" for key, value in chosen.items() if not key.startswith("fedcomp-"))
+
+
+# What Flower 1.42's requests take on a client's uplink beside content, in bytes: headers with the node's signature, the
+# request's own fields, and of an object its class and children. Measured between a SuperNode and a SuperLink, without
+# TLS and TCP; `fedcomp bench --wire` repeats it.
+_POLL, _CONFIRM, _PULL, _ANNOUNCE, _PUSH, _NAME = 855, 941, 928, 945, 1_119, 68
+_CHUNK = 5 * 2**20
+
+
+def objects_in(content: RecordDict) -> int:
+    """Objects that Flower splits a message into, each with a request of its own: itself, records, arrays, chunks."""
+    arrays = [array for record in content.array_records.values() for array in record.values()]
+    return 2 + len(content) + sum(1 + max(math.ceil(len(array.data) / _CHUNK), 1) for array in arrays)
+
+
+def transport(objects_down: int, objects_up: int, content_up: int) -> int:
+    """Bytes on a client's uplink for a message and its reply, as Flower's transport makes them: an estimate.
+
+    Args:
+        objects_down: of the message, each of which the client asks for.
+        objects_up: of the reply; 0: there is none.
+        content_up: bytes of what is in the reply.
+    """
+    fetched = _POLL + _CONFIRM + _PULL * objects_down
+    return fetched + (_ANNOUNCE + (_PUSH + _NAME) * objects_up + content_up if objects_up else 0)
 
 
 def payload(messages: Iterable[Message]) -> int:
@@ -46,7 +98,14 @@ def payload(messages: Iterable[Message]) -> int:
     for message in messages:
         total += sum(nbytes(record) for record in message.content.array_records.values())
         for config in message.content.config_records.values():
-            listed = config.get(ACKS, [])
-            total += len(str(config.get(KEY, "")).encode())
-            total += 8 * ((ACK in config) + (len(listed) if isinstance(listed, list) else 0))
+            total += sum(_length(value) for key, value in config.items() if is_ours(key))
     return total
+
+
+def _length(value: object) -> int:
+    """Bytes of a value in a configuration: numbers have eight."""
+    if isinstance(value, list):
+        return sum(map(_length, value))
+    if isinstance(value, str):
+        return len(value.encode())
+    return len(value) if isinstance(value, bytes) else 8
