@@ -746,7 +746,7 @@ class Compressed(Strategy):
 
     def _evaluate(self, server_round: int, replies: list[Reply]) -> None:
         """Take in what replies to train messages say of the model that they were sent."""
-        said = [r.evaluation for r in replies if r.evaluation is not None and r.cause not in _UNASKED]
+        said = [r.evaluation for r in replies if r.evaluation is not None and not r.cause]
         if self._evaluations is None or not said:
             return
         checked = triage_evaluation(said, weight_key(self.strategy))
