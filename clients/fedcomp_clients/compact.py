@@ -11,9 +11,6 @@ from fedcomp.request import KEY, MODEL, MODEL_AT, MODEL_STYPE, STYPE
 
 log = logging.getLogger("fedcomp")
 
-LEGACY_FIT, LEGACY_EVALUATE = "fitins.", "evaluateins."
-"""What the names of records begin with where the server speaks Flower's legacy API."""
-
 
 def package_in(content: RecordDict) -> tuple[str, bytes] | None:
     """The packed model in a message, and the name of the record that it belongs into; None if there is none."""
@@ -82,8 +79,6 @@ def evaluate(
     """
     ((key, record),) = message.content.array_records.items()
     name = next(iter(message.content.config_records), "config")
-    if key.startswith(LEGACY_FIT):
-        key, name = (LEGACY_EVALUATE + text.removeprefix(LEGACY_FIT) for text in (key, name))
     content = RecordDict({key: ArrayRecord(dict(record)), name: config})
     metadata = copy(message.metadata)
     metadata.message_type = "evaluate"

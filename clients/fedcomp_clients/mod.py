@@ -6,7 +6,6 @@ update is what gets compressed).
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -19,7 +18,7 @@ from fedcomp.feedback.cafe import blank
 from fedcomp.feedback.stored import memory_layout
 from fedcomp.monitor import Monitor, Sink
 from fedcomp.request import DECLINED, KEY, Request, has_floats
-from fedcomp_clients.compact import LEGACY_FIT, compacted, evaluate, package_in, unpacked, with_frame
+from fedcomp_clients.compact import compacted, evaluate, package_in, unpacked, with_frame
 from fedcomp_clients.downlink import FileModelCache, ModelCache, Received, receive
 from fedcomp_clients.state import FileStore, StateStore
 from fedcomp_clients.told import Told
@@ -50,7 +49,7 @@ class CompressMod:
     def evaluates(self, function: ClientAppCallable) -> ClientAppCallable:
         """Have this function evaluate the received model within train messages, if the server wants that.
 
-        Then a round costs one message instead of two. Used beside Flower's own decorator; legacy apps need nothing:
+        Then a round costs one message instead of two. Used beside Flower's own decorator:
 
             @app.evaluate()
             @compress_mod.evaluates
@@ -83,7 +82,7 @@ class CompressMod:
         base = dict(next(iter(message.content.array_records.values())))  # user code may empty the record itself
         if not has_floats(base):  # trees, counters: nothing to compress
             return call_next(message, context)
-        evaluation = self._evaluate(message, told, context, call_next)
+        evaluation = self._evaluate(message, told, context)
         reply = call_next(message, context)
         if reply.has_error() or len(reply.content.array_records) != 1:
             return reply
@@ -110,15 +109,11 @@ class CompressMod:
         message.content = unpacked(message.content, key, model)
         return replace(received, arrays={})  # training needs the room
 
-    def _evaluate(
-        self, message: Message, told: Told, context: Context, call_next: ClientAppCallable
-    ) -> RecordDict | None:
+    def _evaluate(self, message: Message, told: Told, context: Context) -> RecordDict | None:
         """What the app says of the received model, if the server wants to know and the app can tell."""
-        if told.evaluate is None or not told.compact:
+        if told.evaluate is None or not told.compact or self._evaluation is None:
             return None
-        legacy = next(iter(message.content.array_records)).startswith(LEGACY_FIT)
-        function: Callable[[Message, Context], Message] | None = self._evaluation or (call_next if legacy else None)
-        return None if function is None else evaluate(message, told.evaluate, context, function)
+        return evaluate(message, told.evaluate, context, self._evaluation)
 
     def _compress(
         self,

@@ -54,7 +54,7 @@ class Told:
             return None
         request, declined = _parse(str(config[KEY]))
         ack, listed, place = config.get(ACK), config.get(ACKS), config.get(PLACE)
-        numbers = [int(number) for number in listed] if isinstance(listed, list) else []
+        numbers = _numbers(listed)
         return cls(
             request,
             declined,
@@ -99,6 +99,15 @@ def _bytes(own: Any, parameters: int) -> int:
         return Budget.parse(own).bytes(parameters)
     except ConfigError as error:
         raise ConfigError(f"{OWN_BUDGET} in this node's --node-config: {error}") from None
+
+
+def _numbers(listed: object) -> list[int]:
+    """The integers in a list, or in the text that carries it where configurations hold no lists; else none."""
+    found = listed.split() if isinstance(listed, str) else listed if isinstance(listed, list) else []
+    try:
+        return [int(number) for number in found]
+    except ValueError:
+        return []
 
 
 def _below(config: Mapping[str, Any], prefix: str) -> ConfigRecord:
