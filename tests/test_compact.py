@@ -147,12 +147,12 @@ def test_size_mods_see_the_compressed_size(caplog: pytest.LogCaptureFixture) -> 
 
 def test_large_models_are_arrays_which_messages_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model as long as that would be copied into each node's configuration."""
-    from fedcomp_strategies import compressed
+    from fedcomp_strategies import delivery
 
     def sent(**limits: int) -> list[bool]:
         with monkeypatch.context() as patch:
             for name, limit in limits.items():
-                patch.setattr(compressed, name, limit)
+                patch.setattr(delivery, name, limit)
             wire = Wire()
             run(Compressed(FedAvg(**QUIET), "int8", mixed_fleet=False), [wire, mod()], rounds=1)
         assert all(package_of(_reply(content)) for content in wire.down)

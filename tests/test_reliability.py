@@ -17,7 +17,7 @@ from fedcomp.feedback.stored import memory_layout
 from fedcomp.request import ACK, ACKS, KEY
 from fedcomp_clients import CompressMod, FileModelCache, FileStore, MemoryModelCache, MemoryStore, StateStore
 from fedcomp_strategies import Compressed
-from fedcomp_strategies.compressed import DROPPED
+from fedcomp_strategies.accounts import DROPPED
 
 QUIET: dict[str, Any] = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0}
 UPLINK = Plan(TopK(0.05, values=Uniform(8)), gentle_share=0)

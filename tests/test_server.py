@@ -285,7 +285,7 @@ def test_a_lossy_downlink_keeps_what_it_has_not_told(downlink: str) -> None:
     assert np.linalg.norm(model["fc.weight"] - exact["fc.weight"]) < 0.05 * moved
     assert strategy.traffic[9].bytes_down < 0.6 * strategy.traffic[0].bytes_down
     held = arrays(_last_model(grid, clients[0]))
-    told = strategy._downlink.told if strategy._downlink else {}
+    told = strategy._delivery.downlink.told if strategy._delivery.downlink else {}
     assert all(np.array_equal(held[name], told[name]) for name in told)
 
 

@@ -4,7 +4,6 @@
 privacy wrappers included. Clients without fedcomp reply plainly and are averaged along.
 """
 
-import json
 import logging
 import math
 import secrets
@@ -20,7 +19,6 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedcomp import (
     Auto,
-    CAFe,
     Codec,
     ConfigError,
     FedcompError,
@@ -31,25 +29,25 @@ from fedcomp import (
     Plan,
     _validate,
     as_feedback,
-    generator,
     wire,
 )
-from fedcomp.budget import check_budgets
 from fedcomp.compressor import apply
 from fedcomp.device import resolve
 from fedcomp.layout import Layout, Vector, check_finite, check_same_tensors
 from fedcomp.monitor import Monitor, Sink
-from fedcomp.request import ACK, ACKS, BUDGETS, COMPACT, KEY, MODEL_STYPE, PLACE, Request, has_floats, is_ours
-from fedcomp.schedule import Schedule, as_schedule
+from fedcomp.request import ACK, ACKS, COMPACT, KEY, PLACE, Request, has_floats, is_ours
+from fedcomp.schedule import Schedule
+from fedcomp_strategies.accounts import Accounts
 from fedcomp_strategies.acks import Acknowledgements
 from fedcomp_strategies.aggregator import Aggregator, Mean
 from fedcomp_strategies.averaging import averaged_reply, averages, metrics_of, traits_of
-from fedcomp_strategies.compact import MOST_IN_MESSAGES, MOST_IN_RECORD, with_package
+from fedcomp_strategies.checks import Choices
+from fedcomp_strategies.delivery import Delivery
 from fedcomp_strategies.downlink import Downlink
 from fedcomp_strategies.evaluations import Evaluations
-from fedcomp_strategies.feedback import SERVER, ServerFeedback
+from fedcomp_strategies.feedback import ServerFeedback
 from fedcomp_strategies.guards import MovingAverage, capped
-from fedcomp_strategies.rates import LEAST_BITS, Rates, choose, notes_size
+from fedcomp_strategies.rates import LEAST_BITS, choose, notes_size
 from fedcomp_strategies.records import (
     Model,
     copies,
@@ -59,18 +57,12 @@ from fedcomp_strategies.records import (
     to_record,
     views,
 )
-from fedcomp_strategies.replies import Reply, cause_of, triage, triage_evaluation, weight_key, weight_of
+from fedcomp_strategies.replies import UNASKED, Reply, cause_of, triage, triage_evaluation, weight_key, weight_of
 from fedcomp_strategies.rounds import Outcome, SentRound
 from fedcomp_strategies.traffic import RoundTraffic, payload
+from fedcomp_strategies.uplink import Uplink
 
 log = logging.getLogger("fedcomp")
-flower_log = logging.getLogger("flwr")
-
-DROPPED = "fedcomp-dropped-"
-"""Prefix of the metrics that count dropped replies by cause."""
-
-_UNASKED = ("foreign", "repeated")
-"""Causes of replies that the inner strategy hears nothing of."""
 
 
 class Compressed(Strategy):
@@ -123,9 +115,6 @@ class Compressed(Strategy):
         compact: whether frames, metrics and small models travel inside configurations, which takes fewer requests of
             the transport, to and from clients that can read that. If not, frames and models are arrays.
 
-    Attributes:
-        traffic: one RoundTraffic a train round.
-
     Raises ConfigError for an unknown codec or feedback, or for one that diverges around the codec. A budget that is too
     small for the model ends the first round with BudgetError, which tells the smallest that works.
     """
@@ -157,104 +146,62 @@ class Compressed(Strategy):
         _validate.flag(compact=compact)
         _validate.one_of(choices=("messages", "piggyback"), evaluation=evaluation)
         self.strategy = strategy
-        self.traffic: list[RoundTraffic] = []
+        self._accounts = Accounts()
         _validate.integer(low=1, min_replies=min_replies)
         self.min_replies = min_replies
         self.monitor = monitor
         self.integers = integers
         self.device = resolve(device)
-        self._mixed = mixed_fleet
         self._compact = compact
         self._evaluations = Evaluations() if evaluation == "piggyback" else None
-        self._left_open = isinstance(uplink, str) and any(p.codec == Auto() for p in as_schedule(uplink).plans())
+        self._uplink = Uplink(uplink, budget, budgets, shared and averages(strategy) and monitor is None)
         self._wanted = None if feedback == "auto" else as_feedback(feedback)
         self._wanted_cap = norm_cap
-        self._schedule = _with_budget(as_schedule(uplink), budget)
-        self._budgets = dict(budgets or {})
-        check_budgets(self._budgets)
-        self._rates = Rates(shared and averages(strategy) and monitor is None)
         self._feedback = ServerFeedback(self._wanted or NoFeedback(), seed)
-        self._downlink = None if downlink == "plain" else Downlink(None if downlink == "pack" else downlink, seed)
+        packer = None if downlink == "plain" else Downlink(None if downlink == "pack" else downlink, seed)
+        self._delivery = Delivery(packer, mixed=mixed_fleet, compact=compact)
         norm_cap = None if norm_cap == "auto" else norm_cap
         self._norm_cap = None if norm_cap is None else _validate.number(low=0, high=1e6, above=True, norm_cap=norm_cap)
         self._moving = MovingAverage(average) if _validate.number(low=0, high=0.999, average=average) else None
         measured = norm_cap is not None and averages(strategy)
-        plan = self._schedule.plan(1)
-        self._request = Request(plan, 0, self._feedback.feedback, seed, _new_session(), measured)
-        self._check(strategy)
+        self._request = Request(self._uplink.plan(1), 0, self._feedback.feedback, seed, _new_session(), measured)
+        self._check()
         self._reports_later = False  # the line about a round, because the server evaluates too
         self._exact: set[str] = set()  # names of integers: Flower makes floats of them, from one training to the next
         self._forget_training()
 
-    def _check(self, strategy: Strategy) -> None:
+    def _check(self) -> None:
         """Refuse what cannot work before the run, and say what will not work well."""
-        feedback, traits = self._feedback.feedback, traits_of(strategy)
-        name = traits.name
-        plans = self._schedule.plans()
-        for plan in plans:
-            feedback.check(plan)
-            if any(isinstance(rule.codec, Auto) for rule in plan.rules):
-                raise ConfigError(
-                    "rules cannot use auto: a budget is for the whole upload; give it as the plan's codec"
-                )
-        if self._budgets and not any(isinstance(plan.codec, Auto) for plan in plans):
-            raise ConfigError('budgets of nodes need a codec that keeps to budgets: give uplink="auto"')
         if self._evaluations is not None and not self._compact:
             raise ConfigError("evaluation='piggyback' needs compact replies, which compact=False rules out")
         if self._evaluations is not None and self._moving is not None:
             raise ConfigError(
                 "evaluation='piggyback' is of the model that is trained, average of another one; give up one of the two"
             )
-        if self._feedback.needs_mean and (not averages(strategy) or self.monitor is not None):
-            raise ConfigError(
-                f"feedback {feedback.name!r} computes with the mean of all updates, which {name} does not take, or a "
-                "monitor prevents; use a strategy that averages, such as FedAvg, without a monitor, or feedback='ef'"
-            )
-        if self._feedback.needs_mean and self._norm_cap is not None:
-            raise ConfigError(
-                f"norm_cap does not go with feedback {feedback.name!r}, whose server counts on every step being taken "
-                "whole; use feedback 'none', 'ef', 'cafe' or 'dgc', or norm_cap=None"
-            )
-        if isinstance(feedback, FetchSGD) and len({plan.codec for plan in plans}) > 1:
-            raise ConfigError("feedback 'fetchsgd' adds sketches over rounds: the schedule must keep to one sketch")
-        if isinstance(feedback, CAFe) and self._downlink is None:
-            raise ConfigError("feedback 'cafe' sends its predictor in packages: downlink must not be 'plain'")
-        if traits.adaptive and not isinstance(feedback, NoFeedback):
-            log.warning(
-                "feedback %s under %s: adaptive server steps lose accuracy with biased codecs and feedback; "
-                "an unbiased codec such as eden(0.1) without feedback holds up better", feedback, name,
-            )  # fmt: skip
-        chosen = self._left_open and self._wanted is None
-        if traits.momentum and isinstance(feedback, CAFe) and not chosen:
-            log.warning(
-                "feedback %s carries momentum itself: it does not go well with the momentum of %s", feedback, name
-            )
-        if isinstance(feedback, NoFeedback) and not self._left_open and any(_loses(plan.codec) for plan in plans):
-            log.warning("auto without feedback loses accuracy at low rates; use auto(..., unbiased=True), or feedback")
-        if traits.private and feedback.slots:
-            log.warning("feedback %s under %s: residuals carry what was not noised from round to round", feedback, name)
-        if type(strategy).start is not Strategy.start:
-            log.warning("%s has a start() of its own, which the wrapped strategy does not use", name)
+        Choices(
+            self.strategy,
+            self._uplink.plans(),
+            self._feedback.feedback,
+            needs_mean=self._feedback.needs_mean,
+            monitored=self.monitor is not None,
+            capped=self._norm_cap is not None,
+            packs=self._delivery.downlink is not None,
+            coding_chosen=self._uplink.left_open,
+            feedback_chosen=self._uplink.left_open and self._wanted is None,
+        ).check()
 
     def _forget_training(self) -> None:
         """Begin as if nothing had been sent or received before."""
         self._acks = Acknowledgements()
-        self._aware: set[int] = set()
-        self._readers: set[int] = set()  # of compact messages
-        self._told_plain: set[int] = set()  # nodes whose uncompressed replies were logged
         self._begun = False
-        self._keepers: set[int] = set()
-        self._learnt: dict[Plan, Plan] = {}
         self._monitors: dict[int, Monitor] = {}
         self._round: SentRound | None = None
         self._trained: Layout | None = None  # of the model that the training began with: strategies widen dtypes later
         self._uncapped_told = False
         self._feedback.restart()
-        self._rates.restart()
-        if self._downlink is not None:
-            self._downlink.restart()
-        # Brings the moving average, of which nodes keep nothing.
-        self._evaluation = None if self._downlink is None else Downlink(None)
+        self._uplink.restart()
+        self._delivery.restart()
+        self._accounts.restart()
         if self._moving is not None:
             self._moving.restart()
 
@@ -268,6 +215,11 @@ class Compressed(Strategy):
         """Log what is wrapped and what clients are asked for."""
         log.info("uplink %s, feedback %s", self._request.plan.to_config(), self._request.feedback)
         self.strategy.summary()
+
+    @property
+    def traffic(self) -> list[RoundTraffic]:
+        """One RoundTraffic a train round."""
+        return self._accounts.rounds
 
     @property
     def averaged(self) -> ArrayRecord | None:
@@ -324,17 +276,14 @@ class Compressed(Strategy):
             self._begun = True
             self._exact |= integers_in(arrays)
             self._settle(arrays, len(messages))
-        plan = self._feedback.feedback.plan(self._learnt_plan(server_round), server_round)
-        plan = self._announced(plan)
+        plan = self._announced(self._feedback.feedback.plan(self._uplink.plan(server_round), server_round))
         self._request = replace(self._request, round=server_round, plan=plan, feedback=self._feedback.feedback)
         asked = Counter(message.metadata.dst_node_id for message in messages)
         self._round = SentRound(arrays, asked)
         told = self._tell_acks(grid, set(asked))
         models, request = self._models(messages), self._request.to_text()
         placed = isinstance(plan.codec, Auto) and plan.codec.unbiased
-        common: dict[str, Any] = {KEY: request} | ({COMPACT: True} if self._compact else {})
-        if self._budgets and isinstance(plan.codec, Auto):
-            common[BUDGETS] = json.dumps(self._budgets, separators=(",", ":"))
+        common = {KEY: request, **({COMPACT: True} if self._compact else {}), **self._uplink.told(plan)}
         if self._evaluations is not None:
             common |= self._evaluations.asked(server_round)
         for index, message in enumerate(messages):
@@ -345,9 +294,10 @@ class Compressed(Strategy):
                 self._round.sent[node] = records[0]
                 place = {PLACE: index / len(messages)} if placed else {}
                 message.content = _with_config(message.content, {**common, **place, **told.get(node, {})})
-        self._pack(messages, models, server_round, self._downlink, self._feedback.predictor_frame)
+        predictor = self._feedback.predictor_frame
+        self._delivery.pack(messages, models, self._round, server_round, predictor=predictor)
         self._round.note_objects(messages)
-        self.traffic.append(RoundTraffic(server_round, messages=len(messages), bytes_down=payload(messages)))
+        self._accounts.begin(server_round, messages)
         return messages
 
     def _settle(self, arrays: ArrayRecord, clients: int) -> None:
@@ -356,16 +306,11 @@ class Compressed(Strategy):
         layout = self._trained
         if layout is None:
             return None
-        if not self._left_open:
-            return self._check_budgets(layout)
-        budgets = [p.codec.limit(layout.size) or 0 for p in self._schedule.plans() if isinstance(p.codec, Auto)]
-        bits = 8 * min(budgets) / max(layout.size, 1)
-        predictors = self._downlink is not None
+        if not self._uplink.left_open:
+            return self._uplink.check_budgets(layout, self._notes)
+        bits, predictors = self._uplink.bits(layout), self._delivery.downlink is not None
         choice = choose(layout, bits, clients, self.strategy, self._wanted, predictors=predictors)
-        self._schedule = replace(
-            self._schedule,
-            phases=tuple((r, replace(p, codec=_biased(p.codec, choice.unbiased))) for r, p in self._schedule.phases),
-        )
+        self._uplink.choose(choice.unbiased)
         if self._wanted is None:
             self._feedback = ServerFeedback(choice.feedback, self._request.seed)
         if self._wanted_cap == "auto":
@@ -374,7 +319,7 @@ class Compressed(Strategy):
         self._request = replace(self._request, norm=measured)
         log.info(
             "auto: %s coding in %.3g bits per parameter, %s, feedback %s, norm cap %s: %s",
-            "unbiased" if choice.unbiased else "biased", bits, "shared by weight" if self._rates.shared else "each",
+            "unbiased" if choice.unbiased else "biased", bits, "shared by weight" if self._uplink.shared else "each",
             self._feedback.feedback, self._norm_cap, choice.reason,
         )  # fmt: skip
         if bits < LEAST_BITS:
@@ -382,29 +327,19 @@ class Compressed(Strategy):
                 "auto: %.3g bits per parameter are below %g, where accuracy is lost whatever the setting; "
                 "`fedcomp advise` shows what larger budgets bring", bits, LEAST_BITS,
             )  # fmt: skip
-        self._check(self.strategy)
-        return self._check_budgets(layout)
+        self._check()
+        return self._uplink.check_budgets(layout, self._notes)
 
-    def _check_budgets(self, layout: Layout) -> None:
-        """Raise BudgetError for any budget of the schedule that no frame for this layout fits."""
-        notes = notes_size(self._request.norm, self._feedback.feedback)
-        for plan in self._schedule.plans():
-            self._rates.check(plan, layout, notes)
-            for budget in self._budgets.values():
-                if isinstance(plan.codec, Auto):
-                    self._rates.check(replace(plan, codec=replace(plan.codec, budget=budget)), layout, notes)
+    @property
+    def _notes(self) -> int:
+        """Bytes of a frame that hang on what is asked for besides the plan."""
+        return notes_size(self._request.norm, self._feedback.feedback)
 
     def _announced(self, plan: Plan) -> Plan:
         """The plan with the step that this round's clients code at. Raises BudgetError if the budget is too small."""
-        told = isinstance(plan.codec, Auto) and self._trained is not None and self._rates.shared
+        told = self._uplink.shares(plan) and self._trained is not None
         self._request = replace(self._request, weight=weight_key(self.strategy) or "" if told else "")
-        if self._trained is None:
-            return plan
-        return self._rates.plan(plan, self._trained, notes_size(self._request.norm, self._feedback.feedback))
-
-    def _learnt_plan(self, server_round: int) -> Plan:
-        planned = self._schedule.plan(server_round)
-        return self._learnt.get(planned, planned)
+        return plan if self._trained is None else self._uplink.announced(plan, self._trained, self._notes)
 
     def _models(self, messages: list[Message]) -> set[Any]:
         """Which records in the messages, by identity, are models of dtypes that frames can be about.
@@ -433,49 +368,6 @@ class Compressed(Strategy):
             for node, round_ in told.items()
         }
 
-    def _pack(
-        self,
-        messages: list[Message],
-        models: set[Any],
-        server_round: int,
-        downlink: Downlink | None,
-        predictor: bytes | None = None,
-    ) -> None:
-        """Replace the global model in the messages by packages, for nodes that can read them."""
-        if downlink is None or self._round is None:
-            return
-        records: dict[bytes, ArrayRecord] = {}  # messages share theirs, and should go on doing so
-        published = None
-        room = MOST_IN_MESSAGES
-        for message in messages:
-            node = message.metadata.dst_node_id
-            sent = message.content.array_records
-            if (self._mixed and node not in self._aware) or len(sent) != 1:
-                continue
-            ((key, record),) = sent.items()
-            known = identity(record)
-            if published is None and has_floats(record) and known in models:
-                downlink.publish(views(record), server_round)
-                published = known
-            if known != published:  # strategies with several models at once
-                continue
-            data = downlink.package(node, predictor)
-            if self._reads_compact(node) and len(data) <= min(MOST_IN_RECORD, room):
-                room -= len(data)
-                message.content = with_package(message.content, key, data)
-            else:
-                packed = Array(dtype="uint8", shape=(len(data),), stype=MODEL_STYPE, data=data)
-                record = records.setdefault(data, ArrayRecord({KEY: packed}))
-                message.content = RecordDict({**message.content, key: record})
-            if downlink is self._downlink:
-                self._round.packed.add(node)
-        if published is not None and downlink.plan is not None:
-            self._round.told = dict(downlink.told)
-
-    def _reads_compact(self, node: int) -> bool:
-        """Whether the node is known to look for the model in the configuration."""
-        return self._compact and (not self._mixed or node in self._readers)
-
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -487,15 +379,15 @@ class Compressed(Strategy):
         if self._evaluations is not None and not self._evaluations.is_last(server_round):
             self._round = None
             return []
-        averaged, downlink = self.averaged, self._downlink
-        if averaged is not None:
-            arrays, downlink = averaged, self._evaluation
+        averaged = self.averaged
+        arrays = arrays if averaged is None else averaged
         messages = list(self.strategy.configure_evaluate(server_round, arrays, config, grid))
         self._round = SentRound(arrays)
-        self._pack(messages, self._models(messages), server_round, downlink)
+        models = self._models(messages)
+        self._delivery.pack(messages, models, self._round, server_round, whole=averaged is not None)
         if messages:
             self._round.note_objects(messages)
-            self._count(server_round, bytes_down_evaluate=payload(messages))
+            self._accounts.count(server_round, bytes_down_evaluate=payload(messages))
         return messages
 
     # --- up ----------------------------------------------------------------------------------------------------------
@@ -520,16 +412,19 @@ class Compressed(Strategy):
         used = {r.node: r.notes for r in outcome.replies if r.node in outcome.counted and r.notes is not None}
         for node in sent.asked.keys() - {reply.node for reply in outcome.replies if not reply.cause}:
             self._acks.miss(node)
-        self._confirm(outcome.replies, sent)
+        self._delivery.confirm(outcome.replies, sent)
         self._evaluate(server_round - 1, outcome.replies)
         good = {r.node: r for r in outcome.replies if r.node in used and r.array is not None and not r.own_budget}
-        self._rates.observe(
-            self._feedback.feedback.plan(self._learnt_plan(server_round), server_round),
+        self._uplink.observe(
+            self._feedback.feedback.plan(self._uplink.plan(server_round), server_round),
             [len(reply.array.data) for reply in good.values() if reply.array is not None],
             {node: outcome.levels[node] for node in good if node in outcome.levels},
             {node: weight_of(reply.message, key) for node, reply in good.items()},
         )
-        self._account(outcome.replies, sent, list(used.values()))
+        traffic = self._accounts.complete(server_round, outcome.replies, sent, used.values())
+        if traffic.uploads and not self._uplink.shares(self._request.plan):
+            parameters = sum(math.prod(array.shape) for array in sent.arrays.values())
+            self._feedback.warn_of_starvation(8 * traffic.bytes_up / traffic.uploads / max(parameters, 1))
         arrays = outcome.arrays
         if arrays is not None and not is_finite(arrays):
             log.error("round %d: the aggregated model is not finite, the old model stays", server_round)
@@ -549,7 +444,7 @@ class Compressed(Strategy):
             self._request = replace(self._request, session=_new_session())
             self._acks = Acknowledgements()
             self._feedback.restart()
-        return arrays, self._count_dropped(outcome.metrics)
+        return arrays, self._accounts.with_dropped(outcome.metrics)
 
     def _takes_mean(self, sent: SentRound, replies: list[Reply]) -> bool:
         """Whether the inner strategy can be given the mean.
@@ -615,7 +510,7 @@ class Compressed(Strategy):
                 "round %d: mean update of length %.4g, scaled down to the norm cap of %.4g",
                 server_round, step.length, step.most,
             )  # fmt: skip
-            self._count(server_round, capped=step.factor)
+            self._accounts.count(server_round, capped=step.factor)
         return replace(mean, update=step.update)
 
     def _collect(self, reply: Reply, aggregator: Aggregator, sent: SentRound, weights: Mapping[int, float]) -> Reply:
@@ -655,7 +550,7 @@ class Compressed(Strategy):
             if errors := _errors(opened):  # privacy wrappers divide by how many there are
                 self.strategy.aggregate_train(server_round, errors)
             return Outcome(opened)
-        messages = [reply.message for reply in opened if reply.cause not in _UNASKED]
+        messages = [reply.message for reply in opened if reply.cause not in UNASKED]
         arrays, metrics = self.strategy.aggregate_train(server_round, messages)
         counted = {r.node for r in opened if not r.cause} if traits_of(self.strategy).ignores_weights else heavy
         return Outcome(opened, arrays, metrics, counted=counted)
@@ -735,10 +630,8 @@ class Compressed(Strategy):
         replies = list(replies)
         silent = self._evaluations is not None and not replies  # nobody was asked
         checked = triage_evaluation(replies, weight_key(self.strategy))
-        self._confirm(checked, sent)
-        if sent.objects:
-            so_far = self.traffic[-1].wire_up if self.traffic else 0
-            self._count(server_round, wire_up=so_far + sent.wire_up(checked))
+        self._delivery.confirm(checked, sent)
+        self._accounts.add_evaluation(server_round, checked, sent)
         metrics = None if silent else self._aggregate_evaluations(server_round, checked)
         if not self._reports_later:
             self._report(server_round, metrics)
@@ -764,88 +657,17 @@ class Compressed(Strategy):
 
     # --- what a round leaves behind ----------------------------------------------------------------------------------
 
-    def _confirm(self, replies: list[Reply], sent: SentRound) -> None:
-        """Remember which nodes understand packages, and which of them hold the model of this round."""
-        for reply in replies:
-            if reply.notes is not None and reply.version == wire.VERSION:
-                self._aware.add(reply.node)  # older ones could not read the frames in packages
-                if reply.compact:
-                    self._readers.add(reply.node)
-            elif sent.sent and reply.cause in ("error", "stale"):  # perhaps it cannot read packages any more
-                self._aware.discard(reply.node)
-                self._readers.discard(reply.node)
-            if self._downlink is None or reply.node not in sent.packed:
-                continue
-            if reply.notes is not None and not reply.notes.unkept:
-                self._keepers.add(reply.node)
-            elif reply.notes is not None or reply.cause == "stale":
-                self._keepers.discard(reply.node)
-            if reply.node not in self._keepers:  # other replies do not say whether the model was kept
-                self._downlink.forget(reply.node)
-            elif not reply.cause:
-                self._downlink.confirm(reply.node)
-
-    def _count(self, server_round: int, **counts: Any) -> RoundTraffic:
-        """Set counts in the traffic of a round, which is begun where somebody else made the messages."""
-        if not self.traffic or self.traffic[-1].round != server_round:
-            self.traffic.append(RoundTraffic(server_round))
-        self.traffic[-1] = replace(self.traffic[-1], **counts)
-        return self.traffic[-1]
-
-    def _account(self, opened: list[Reply], sent: SentRound, used: list[wire.Notes]) -> None:
-        """Complete the round's traffic, and log what was dropped and reset."""
-        round_ = self._request.round
-        arrived = [reply for reply in opened if reply.arrived]
-        causes = Counter(reply.cause for reply in opened if reply.cause)
-        answered = Counter(reply.node for reply in opened if reply.cause not in _UNASKED)
-        causes["missing"] = sum((sent.asked - answered).values())
-        messages = sent.asked.total() or len(opened)
-        traffic = self._count(
-            round_,
-            messages=messages,
-            uploads=len(arrived),
-            failures=max(messages - sum(not reply.cause for reply in opened), 0),
-            bytes_up=sum(reply.payload for reply in arrived),
-            wire_up=sent.wire_up(opened),
-            dropped={cause: count for cause, count in sorted(causes.items()) if count},
-            resets=sum(notes.reset for notes in used),
-            shortened=sum(notes.shortened for notes in used),
-        )
-        for reply in opened:
-            if reply.cause:
-                log.warning("round %d: node %d: %s", round_, reply.node, reply.message.error.reason)
-            elif reply.notes is None and reply.node in sent.sent and reply.node not in self._told_plain:
-                self._told_plain.add(reply.node)  # once, not every round
-                reason = reply.declined or "no fedcomp there, or its update does not fit the model"
-                log.info(
-                    "round %d: node %d replies uncompressed, which is averaged along: %s", round_, reply.node, reason
-                )
-        if traffic.dropped:
-            log.warning("round %d: replies dropped by cause: %s", round_, traffic.dropped)
-        if traffic.resets:
-            log.warning("round %d: %d clients had lost what feedback remembers", round_, traffic.resets)
-        if arrived and not (isinstance(self._request.plan.codec, Auto) and self._rates.shared):
-            parameters = sum(math.prod(array.shape) for array in sent.arrays.values())
-            self._feedback.warn_of_starvation(8 * traffic.bytes_up / len(arrived) / max(parameters, 1))
-
     def _report(self, server_round: int, metrics: MetricRecord | None) -> None:
         """Log the line about a round, where Flower logs what it does."""
         of_round = server_round
         if metrics is None and self._evaluations is not None and self._evaluations.metrics:
             of_round, metrics = list(self._evaluations.metrics.items())[-1]
-        if self.traffic and self.traffic[-1].round == server_round:
-            flower_log.info("\t└──> %s", self.traffic[-1].line(metrics, of_round))
-
-    def _count_dropped(self, metrics: MetricRecord | None) -> MetricRecord | None:
-        """The metrics with the counts of this round's dropped replies by cause, for the strategy's result."""
-        dropped = {f"{DROPPED}{cause}": count for cause, count in self.traffic[-1].dropped.items()}
-        return MetricRecord({**(metrics or {}), **dropped}) if dropped else metrics
+        self._accounts.report(server_round, metrics, of_round)
 
     def _learn(self, before: ArrayRecord, arrays: ArrayRecord, update: Mapping[str, Vector] | None) -> None:
         """Let feedback, and codecs with shared side information, look at what has happened to the global model."""
         round_ = self._request.round
-        plan = self._learnt_plan(round_)
-        adapts = any(type(codec).adapt is not Codec.adapt for codec in plan.codecs())
+        adapts = self._uplink.learns(round_)
         if not adapts and not self._feedback.learns:
             return
         old, new = views(before), views(arrays)
@@ -857,21 +679,12 @@ class Compressed(Strategy):
             }
         finite = all(np.isfinite(values).all() for values in moved.values())
         if self._feedback.learns:  # where no mean was computed, the model's own move has to do
-            coded = [t.name for b in plan.buckets(Layout.of(new)) for t in b.layout.tensors if t.name in moved]
+            buckets = self._uplink.plan(round_).buckets(Layout.of(new))
+            coded = [t.name for b in buckets for t in b.layout.tensors if t.name in moved]
             seen = update if update is not None else {name: moved[name] for name in coded} if finite else None
             self._feedback.learn(seen, new, round_)
         if adapts and finite:
-            layout = Layout.of({n: new[n] for n in moved})
-            rng = generator(self._request.seed, round_, SERVER)
-            self._learnt[self._schedule.plan(round_)] = plan.adapt(moved, layout, rng)
-
-
-def _with_budget(schedule: Schedule, budget: str | float | None) -> Schedule:
-    """The schedule with the budget. Raises ConfigError if `auto` is left without one."""
-    schedule = schedule if budget is None else schedule.with_budget(budget)
-    if any(isinstance(codec, Auto) and not codec.budget for plan in schedule.plans() for codec in plan.codecs()):
-        raise ConfigError('uplink "auto" needs the budget of an upload, such as budget="2 kB"')
-    return schedule
+            self._uplink.learn(round_, {name: moved[name] for name in new if name in moved}, self._request.seed)
 
 
 def _layout_of(arrays: ArrayRecord) -> Layout | None:
@@ -882,20 +695,12 @@ def _layout_of(arrays: ArrayRecord) -> Layout | None:
         return None
 
 
-def _loses(codec: Codec) -> bool:
-    return isinstance(codec, Auto) and not codec.unbiased
-
-
-def _biased(codec: Codec, unbiased: bool) -> Codec:
-    return replace(codec, unbiased=unbiased) if isinstance(codec, Auto) else codec
-
-
 def _new_session() -> str:
     return secrets.token_hex(4)
 
 
 def _errors(replies: list[Reply]) -> list[Message]:
-    return [reply.message for reply in replies if reply.cause and reply.cause not in _UNASKED]
+    return [reply.message for reply in replies if reply.cause and reply.cause not in UNASKED]
 
 
 def _with_config(content: RecordDict, told: dict[str, Any]) -> RecordDict:

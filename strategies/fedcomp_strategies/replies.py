@@ -24,6 +24,9 @@ CAUSES = ("error", "stale", "non-finite", "late", "repeated", "foreign", "damage
 frame is of another round; the node has replied already; the node was not asked; the frame is damaged or made otherwise
 than asked; tensors or records are not those of the others; its weight is impossible; it never came."""
 
+UNASKED = ("foreign", "repeated")
+"""Causes of replies that the inner strategy hears nothing of."""
+
 
 @dataclass(frozen=True)
 class Reply:
