@@ -19,6 +19,7 @@ from fedcomp.feedback.cafe import blank
 from fedcomp.feedback.stored import memory_layout
 from fedcomp.monitor import Monitor, Sink
 from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, PLACE, STYPE, Request, has_floats
+from fedcomp_clients import order
 from fedcomp_clients.downlink import FileModelCache, ModelCache, Received, receive
 from fedcomp_clients.state import FileStore, StateStore
 
@@ -56,6 +57,7 @@ class CompressMod:
         base = dict(next(iter(message.content.array_records.values())))  # user code may empty the record itself
         if not has_floats(base):  # trees, counters: nothing to compress
             return call_next(message, context)
+        order.check_outer()
         reply = call_next(message, context)
         if reply.has_error() or len(reply.content.array_records) != 1:
             return reply
@@ -93,6 +95,7 @@ class CompressMod:
         request = told.request
         start = {key: array.numpy() for key, array in base.items()}
         new = {key: array.numpy() for key, array in trained.items()}
+        order.warn_of_length(start, new, told.clipping)
         remembers = bool(request.feedback.slots)
         predictor = None if received is None else received.predictor
         update = compress(
@@ -145,12 +148,14 @@ class _Told:
         ack: the last round in which it used an upload of this node; 0: none; None: it does not know this node.
         acks: the same by number, for clients that are gone and may be back as this node.
         place: of this client among those of the round, in [0, 1); None: not told.
+        clipping: how long Flower's wrappers for client-side clipping say an update may be; None: they are not there.
     """
 
     request: Request
     ack: int | None
     acks: dict[int, int]
     place: float | None
+    clipping: object = None
 
     @classmethod
     def of(cls, message: Message) -> "_Told | None":
@@ -163,7 +168,7 @@ class _Told:
                 acks = dict(zip(numbers[::2], numbers[1::2], strict=False))
                 place = config.get(PLACE)
                 at = place if isinstance(place, float) and 0 <= place < 1 else None
-                return cls(request, ack if isinstance(ack, int) else None, acks, at)
+                return cls(request, ack if isinstance(ack, int) else None, acks, at, config.get(order.CLIPPING_NORM))
         return None
 
     def used(self, number: int) -> int:

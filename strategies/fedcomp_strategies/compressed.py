@@ -45,6 +45,7 @@ from fedcomp_strategies.averaging import averaged_reply, averages, ignores_weigh
 from fedcomp_strategies.downlink import Downlink
 from fedcomp_strategies.feedback import SERVER, ServerFeedback
 from fedcomp_strategies.guards import MovingAverage, capped
+from fedcomp_strategies.privacy import Bound
 from fedcomp_strategies.rates import LEAST_BITS, Rates, choose, notes_size
 from fedcomp_strategies.records import (
     Model,
@@ -197,6 +198,7 @@ class Compressed(Strategy):
         self.monitor = monitor
         self.integers = integers
         self.device = resolve(device)
+        self._bound = Bound(strategy)
         self._mixed = mixed_fleet
         self._left_open = isinstance(uplink, str) and any(p.codec == Auto() for p in as_schedule(uplink).plans())
         self._wanted = None if feedback == "auto" else as_feedback(feedback)
@@ -327,6 +329,7 @@ class Compressed(Strategy):
             self._request = replace(self._request, session=_new_session())
             self._forget_training()
         messages = list(self.strategy.configure_train(server_round, arrays, config, grid))
+        self._bound.announce()
         if not self._begun:
             self._begun = True
             self._exact |= integers_in(arrays)
@@ -634,7 +637,8 @@ class Compressed(Strategy):
         opened = [self._open(reply, sent) for reply in replies]
         heavy = {r.node for r in opened if not r.cause and (key is None or weight_of(r.message, key))}
         if not self._any(server_round, opened, heavy):
-            self.strategy.aggregate_train(server_round, _errors(opened))
+            if errors := _errors(opened):  # adaptive clipping divides by their number
+                self.strategy.aggregate_train(server_round, errors)
             return _Outcome(opened)
         messages = [reply.message for reply in opened if reply.cause not in _UNASKED]
         arrays, metrics = self.strategy.aggregate_train(server_round, messages)
@@ -661,6 +665,7 @@ class Compressed(Strategy):
                 return reply  # nothing that we asked for, such as the trees of FedXgbBagging
             self._feedback.check(reply.node, reply.notes)
             model = self._plain(reply, sent) if reply.array is None else self._decode(reply, sent)
+            model = self._bound(sent.base(reply.node), model, reply.node)
         except FedcompError as error:
             return reply.refused(cause_of(error), error)
         ((key, _),) = reply.message.content.array_records.items()
