@@ -144,6 +144,11 @@ def test_dead_nodes_are_waited_for_ten_minutes_unless_told_otherwise() -> None:
     assert grid.timeouts == [5] * 4
 
 
+def test_what_compresses_already_is_not_wrapped_again() -> None:
+    with pytest.raises(ConfigError, match="CompressedFedAvg compresses already"):
+        Compressed(CompressedFedAvg(), "int8")
+
+
 def test_they_can_be_pickled() -> None:
     strategy = pickle.loads(pickle.dumps(CompressedFedProx(timeout=5, proximal_mu=0.1)))
     assert (strategy.timeout, strategy.proximal_mu) == (5.0, 0.1)

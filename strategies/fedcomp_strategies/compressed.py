@@ -220,6 +220,8 @@ class Compressed(Strategy):
     def _check(self, strategy: Strategy) -> None:
         """Refuse what cannot work before the run, and say what will not work well."""
         feedback, name = self._feedback.feedback, type(strategy).__name__
+        if isinstance(strategy, Compressed):
+            raise ConfigError(f"{name} compresses already: wrap Flower's own strategy, once")
         plans = self._schedule.plans()
         for plan in plans:
             feedback.check(plan)
