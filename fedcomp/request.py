@@ -6,7 +6,10 @@ The server decides the codec; a client that does not understand the request repl
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Protocol
+
+from numpy.lib import format as npy
 
 from fedcomp import _validate
 from fedcomp.errors import ConfigError
@@ -105,7 +108,23 @@ class Serialized(Protocol):
     def stype(self) -> str:
         """How it is serialized."""
 
+    @property
+    def data(self) -> bytes:
+        """The bytes of np.save, if it is serialized that way."""
+
 
 def has_floats(record: Mapping[str, Serialized]) -> bool:
     """Whether there is anything in a message's record that a codec could compress."""
-    return any(array.stype == "numpy.ndarray" and is_float_dtype(array.dtype) for array in record.values())
+    return any(array.stype == "numpy.ndarray" and is_float_dtype(_dtype(array)) for array in record.values())
+
+
+def _dtype(array: Serialized) -> str:
+    """Name of the array's dtype; records made from Flower's legacy Parameters leave it to the bytes to tell."""
+    if array.dtype:
+        return array.dtype
+    stream = BytesIO(array.data)
+    try:
+        npy.read_magic(stream)
+        return str(npy.read_array_header_1_0(stream)[2])
+    except ValueError:
+        return ""

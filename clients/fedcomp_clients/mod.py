@@ -164,7 +164,7 @@ class _Told:
             text, ack, listed = config.get(KEY), config.get(ACK), config.get(ACKS)
             request = _parse(text) if isinstance(text, str) else None
             if request is not None:
-                numbers = [int(number) for number in listed] if isinstance(listed, list) else []
+                numbers = _numbers(listed)
                 acks = dict(zip(numbers[::2], numbers[1::2], strict=False))
                 place = config.get(PLACE)
                 at = place if isinstance(place, float) and 0 <= place < 1 else None
@@ -174,6 +174,15 @@ class _Told:
     def used(self, number: int) -> int:
         """The round of the last upload that the server used of the client with this number; 0: none."""
         return self.acks.get(number, 0) if self.ack is None else self.ack
+
+
+def _numbers(listed: object) -> list[int]:
+    """The integers in a list, or in the text that carries it where configurations hold no lists; else none."""
+    found = listed.split() if isinstance(listed, str) else listed if isinstance(listed, list) else []
+    try:
+        return [int(number) for number in found]
+    except ValueError:
+        return []
 
 
 def _weight(reply: Message, key: str) -> float:

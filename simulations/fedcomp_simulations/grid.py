@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
+from threading import Lock
 from types import TracebackType
 from typing import Self
 
@@ -55,6 +56,7 @@ class InProcessGrid(Grid):
             for index in range(num_nodes)
         }
         self._messages = 0
+        self._one_by_one = Lock()  # servers of the legacy API send from many threads
         self._waiting: dict[str, Message] = {}
         self._identity: AbstractContextManager[None] | None = None
 
@@ -102,9 +104,10 @@ class InProcessGrid(Grid):
         """Run the ClientApp on each message and keep the replies until they are pulled."""
         ids = []
         for message in messages:
-            identifier = self._new_id()
-            message.metadata.__dict__["_message_id"] = identifier  # as every Grid of Flower does
-            self._waiting[identifier] = self._answer(message)
+            with self._one_by_one:
+                identifier = self._new_id()
+                message.metadata.__dict__["_message_id"] = identifier  # as every Grid of Flower does
+                self._waiting[identifier] = self._answer(message)
             ids.append(identifier)
         return ids
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Result, Strategy
+from flwr.serverapp.strategy import Result, Strategy
 
 from fedcomp import (
     Auto,
@@ -41,7 +41,7 @@ from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, PLACE, Request, has_flo
 from fedcomp.schedule import Schedule, as_schedule
 from fedcomp_strategies.acks import Acknowledgements
 from fedcomp_strategies.aggregator import Aggregator, Mean
-from fedcomp_strategies.averaging import averaged_reply, averages, ignores_weights, metrics_of, picks_replies
+from fedcomp_strategies.averaging import averaged_reply, averages, metrics_of, traits_of
 from fedcomp_strategies.downlink import Downlink
 from fedcomp_strategies.feedback import SERVER, ServerFeedback
 from fedcomp_strategies.guards import MovingAverage, capped
@@ -219,7 +219,8 @@ class Compressed(Strategy):
 
     def _check(self, strategy: Strategy) -> None:
         """Refuse what cannot work before the run, and say what will not work well."""
-        feedback, name = self._feedback.feedback, type(strategy).__name__
+        feedback, traits = self._feedback.feedback, traits_of(strategy)
+        name = traits.name
         if isinstance(strategy, Compressed):
             raise ConfigError(f"{name} compresses already: wrap Flower's own strategy, once")
         plans = self._schedule.plans()
@@ -243,19 +244,19 @@ class Compressed(Strategy):
             raise ConfigError("feedback 'fetchsgd' adds sketches over rounds: the schedule must keep to one sketch")
         if isinstance(feedback, CAFe) and self._downlink is None:
             raise ConfigError("feedback 'cafe' sends its predictor in packages: downlink must not be 'plain'")
-        if isinstance(strategy, FedAdam | FedYogi | FedAdagrad) and not isinstance(feedback, NoFeedback):
+        if traits.adaptive and not isinstance(feedback, NoFeedback):
             log.warning(
                 "feedback %s under %s: adaptive server steps lose accuracy with biased codecs and feedback; "
                 "an unbiased codec such as eden(0.1) without feedback holds up better", feedback, name,
             )  # fmt: skip
         chosen = self._left_open and self._wanted is None
-        if isinstance(strategy, FedAvgM) and isinstance(feedback, CAFe) and strategy.server_momentum and not chosen:
+        if traits.momentum and isinstance(feedback, CAFe) and not chosen:
             log.warning(
                 "feedback %s carries momentum itself: it does not go well with the momentum of %s", feedback, name
             )
         if isinstance(feedback, NoFeedback) and not self._left_open and any(_loses(plan.codec) for plan in plans):
             log.warning("auto without feedback loses accuracy at low rates; use auto(..., unbiased=True), or feedback")
-        if name.startswith("DifferentialPrivacy") and feedback.slots:
+        if traits.private and feedback.slots:
             log.warning("feedback %s under %s: residuals carry what was not noised from round to round", feedback, name)
         if type(strategy).start is not Strategy.start:
             log.warning("%s has a start() of its own, which the wrapped strategy does not use", name)
@@ -550,7 +551,6 @@ class Compressed(Strategy):
 
     def _average(self, server_round: int, replies: list[Reply], sent: _Round, key: str) -> _Outcome:
         """Hand the inner strategy one reply with the mean."""
-        assert isinstance(self.strategy, FedAvg)
         base = next(sent.base(reply.node) for reply in replies if not reply.cause)
         aggregator = Aggregator(
             base,
@@ -632,9 +632,9 @@ class Compressed(Strategy):
             self._uncapped_told = True
             log.warning(
                 "round %d: the norm cap does not apply: %s is given every client's model, not their mean",
-                server_round, type(self.strategy).__name__,
+                server_round, traits_of(self.strategy).name,
             )  # fmt: skip
-        if picks_replies(self.strategy):
+        if traits_of(self.strategy).picks_replies:
             replies = [self._with_weight(reply, key) for reply in replies]
         opened = [self._open(reply, sent) for reply in replies]
         heavy = {r.node for r in opened if not r.cause and (key is None or weight_of(r.message, key))}
@@ -644,7 +644,7 @@ class Compressed(Strategy):
             return _Outcome(opened)
         messages = [reply.message for reply in opened if reply.cause not in _UNASKED]
         arrays, metrics = self.strategy.aggregate_train(server_round, messages)
-        counted = {r.node for r in opened if not r.cause} if ignores_weights(self.strategy) else heavy
+        counted = {r.node for r in opened if not r.cause} if traits_of(self.strategy).ignores_weights else heavy
         return _Outcome(opened, arrays, metrics, counted=counted)
 
     def _with_weight(self, reply: Reply, key: str | None) -> Reply:
@@ -652,7 +652,7 @@ class Compressed(Strategy):
         if reply.cause or key is None or weight_of(reply.message, key):
             return reply
         return reply.refused(
-            "weight", f"expected the metric {key!r} above 0 with {type(self.strategy).__name__}, got 0"
+            "weight", f"expected the metric {key!r} above 0 with {traits_of(self.strategy).name}, got 0"
         )
 
     def _open(self, reply: Reply, sent: _Round) -> Reply:

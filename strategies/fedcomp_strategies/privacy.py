@@ -10,29 +10,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from flwr.serverapp.strategy import (
-    DifferentialPrivacyClientSideAdaptiveClipping,
-    DifferentialPrivacyClientSideFixedClipping,
-    DifferentialPrivacyServerSideAdaptiveClipping,
-    DifferentialPrivacyServerSideFixedClipping,
-    Strategy,
-)
+from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fedcomp_strategies.records import Model
 
 log = logging.getLogger("fedcomp")
 
-_AT_CLIENTS = (DifferentialPrivacyClientSideFixedClipping, DifferentialPrivacyClientSideAdaptiveClipping)
-_AT_SERVER = (DifferentialPrivacyServerSideFixedClipping, DifferentialPrivacyServerSideAdaptiveClipping)
+_AT_CLIENTS = "DifferentialPrivacyClientSide"  # beginnings of the names of the wrappers, in both of Flower's APIs
+_AT_SERVER = "DifferentialPrivacyServerSide"
 
 
 class Bound:
     """What a strategy's privacy asks of decoded models; nothing of those of other strategies."""
 
     def __init__(self, strategy: Strategy) -> None:
-        self._clients = next((s for s in _chain(strategy) if isinstance(s, _AT_CLIENTS)), None)
-        self._server = any(isinstance(s, _AT_SERVER) for s in _chain(strategy))
+        self._clients = next((s for s in _chain(strategy) if _is(s, _AT_CLIENTS)), None)
+        self._server = any(_is(s, _AT_SERVER) for s in _chain(strategy))
         self._norm: float | None = None
         self._told = False
 
@@ -75,6 +69,11 @@ def _chain(strategy: Strategy) -> list[Any]:
         chain.append(inner)
         inner = getattr(inner, "strategy", None)
     return chain
+
+
+def _is(strategy: object, name: str) -> bool:
+    """Whether the strategy, or one that it derives from, has a name that begins so."""
+    return any(kind.__name__.startswith(name) for kind in type(strategy).__mro__)
 
 
 def _nudged(model: Model) -> Model:

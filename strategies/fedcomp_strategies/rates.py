@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedYogi, Strategy
+from flwr.serverapp.strategy import Strategy
 
 from fedcomp import Auto, Budget, BudgetError, CAFe, ErrorFeedback, Feedback, NoFeedback, Plan
 from fedcomp.budget import RateControl
 from fedcomp.compressor import smallest_frame
 from fedcomp.layout import Layout
-from fedcomp_strategies.averaging import averages
+from fedcomp_strategies.averaging import averages, traits_of
 
 log = logging.getLogger("fedcomp")
 
@@ -89,13 +89,13 @@ def choose(
 
 
 def _feedback(layout: Layout, recurrent: bool, strategy: Strategy, predictors: bool) -> tuple[Feedback, str]:
-    name = type(strategy).__name__
-    if name.startswith("DifferentialPrivacy"):
+    traits = traits_of(strategy)
+    if traits.private:
         return NoFeedback(), "residuals would carry what was not noised from round to round"
-    if not averages(strategy):
-        return ErrorFeedback(), f"{name} looks at each client's model, which unbiased noise would spoil"
-    if isinstance(strategy, FedAdam | FedYogi | FedAdagrad):
-        return NoFeedback(), f"the adaptive steps of {name} bear unbiased coding best"
+    if not traits.averages:
+        return ErrorFeedback(), f"{traits.name} looks at each client's model, which unbiased noise would spoil"
+    if traits.adaptive:
+        return NoFeedback(), f"the adaptive steps of {traits.name} bear unbiased coding best"
     if recurrent:
         return NoFeedback(), "recurrent networks bear unbiased coding best"
     if any(len(t.shape) > 2 for t in layout.tensors):
