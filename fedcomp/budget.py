@@ -80,15 +80,26 @@ class Budget:
         return int(self.amount * parameters / 8 if self.unit == "bits" else self.amount)
 
 
-def check_budgets(budgets: Mapping[str, str]) -> None:
-    """Raise ConfigError unless these are budgets by node property, such as {"link=nbiot": "200 B"}."""
-    for condition, budget in budgets.items():
+def as_budgets(given: Mapping[str, str] | str | None) -> dict[str, str]:
+    """Budgets by node property: a mapping, or a text as configurations hold it. None or "": there are none.
+
+    Raises ConfigError, with what is expected.
+
+    >>> as_budgets("link=nbiot: 200 B, link=lte: 2 kB")
+    {'link=nbiot': '200 B', 'link=lte': '2 kB'}
+    """
+    if isinstance(given, str):
+        pairs = [entry.rpartition(":") for entry in given.split(",") if entry.strip()]
+        given = {condition.strip(): budget.strip() for condition, _, budget in pairs}
+    for condition, budget in (given or {}).items():
         name, equals, value = str(condition).partition("=")
         if not equals or not name.strip() or not value.strip():
             raise ConfigError(
-                f'budgets: expected a condition on --node-config, such as "link=nbiot", got {str(condition)[:80]!r}'
+                'budgets: expected conditions on --node-config with a budget each, such as "link=nbiot: 200 B", '
+                f"got {str(condition)[:80]!r}"
             )
         Budget.parse(budget)
+    return dict(given or {})
 
 
 def budget_of(budgets: Mapping[str, str], properties: Mapping[str, object]) -> str:

@@ -368,7 +368,7 @@ def test_nodes_keep_to_budgets_of_their_own(feedback: str, shared: bool) -> None
 
 
 def test_budgets_of_nodes_are_looked_at_before_training() -> None:
-    with pytest.raises(ConfigError, match="expected a condition"):
+    with pytest.raises(ConfigError, match="expected conditions"):
         Compressed(FedAvg(), "auto", budget="2 kB", budgets={"nbiot": "200 B"})
     with pytest.raises(ConfigError, match="cannot be read"):
         Compressed(FedAvg(), "auto", budget="2 kB", budgets={"link=nbiot": "few"})

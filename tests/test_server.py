@@ -1,5 +1,6 @@
 """What Compressed does with replies and the model: the mean or the models, the packed downlink, server feedback."""
 
+import copy
 import itertools
 import logging
 import random
@@ -21,7 +22,8 @@ from flower_app import (
     run,
     start_model,
 )
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     FedAdam,
@@ -934,3 +936,27 @@ def test_a_client_with_a_full_disk_evaluates_and_loses_no_round() -> None:
         strategy = Compressed(FedAvg(), uplink="int8", downlink="uniform(8)", mixed_fleet=mixed)
         train(strategy, [CompressMod(models=Full())], rounds=5, evaluate=True)
         assert [t.dropped for t in strategy.traffic] == [{}] * 5
+
+
+def test_a_superlink_that_answers_for_a_node_that_is_gone_is_understood(caplog: pytest.LogCaptureFixture) -> None:
+    """It does so in its own name, once the node's heartbeats have run out."""
+    gone: list[int] = []
+
+    class Gone(OrderedGrid):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+            replies = super().send_and_receive(messages, timeout=timeout)
+            if not replies:
+                return []
+            gone[:] = [replies[2].metadata.src_node_id]
+            metadata = copy.copy(replies[2].metadata)
+            metadata.__dict__["_src_node_id"] = 1
+            error = Error(ErrorCode.NODE_UNAVAILABLE, "Node Unavailable")
+            replies[2] = Message(error=error, metadata=metadata)  # type: ignore[call-overload]
+            return replies
+
+    strategy = Compressed(FedAvg(**QUIET), "int8")
+    with Gone(client_app([mod()]), CLIENTS) as grid:
+        strategy.start(grid, record(start_model()), num_rounds=2)
+    assert [t.dropped for t in strategy.traffic] == [{"error": 1}] * 2
+    assert [t.failures for t in strategy.traffic] == [1, 1]
+    assert f"node {gone[0]}: Node Unavailable" in caplog.text

@@ -18,6 +18,7 @@ from fedcomp.feedback.cafe import blank
 from fedcomp.feedback.stored import memory_layout
 from fedcomp.monitor import Monitor, Sink
 from fedcomp.request import DECLINED, KEY, Request, has_floats
+from fedcomp_clients import order
 from fedcomp_clients.compact import compacted, evaluate, package_in, unpacked, with_frame
 from fedcomp_clients.downlink import FileModelCache, ModelCache, Received, receive
 from fedcomp_clients.state import FileStore, StateStore
@@ -82,6 +83,7 @@ class CompressMod:
         base = dict(next(iter(message.content.array_records.values())))  # user code may empty the record itself
         if not has_floats(base):  # trees, counters: nothing to compress
             return call_next(message, context)
+        order.check_outer()
         evaluation = self._evaluate(message, told, context)
         reply = call_next(message, context)
         if reply.has_error() or len(reply.content.array_records) != 1:
@@ -130,6 +132,7 @@ class CompressMod:
         assert request is not None
         start = {key: array.numpy() for key, array in base.items()}
         new = {key: array.numpy() for key, array in trained.items()}
+        order.warn_of_length(start, new, told.clipping)
         layout, remembers = Layout.of(start), bool(request.feedback.slots)
         plan = told.plan(context, layout.size)
         predictor = None if received is None else received.predictor

@@ -12,6 +12,7 @@ from flwr.app import ConfigRecord, Context, Message
 from fedcomp import Auto, Budget, ConfigError, Plan
 from fedcomp.budget import budget_of
 from fedcomp.request import ACK, ACKS, BUDGETS, COMPACT, EVALUATE, KEY, PLACE, Request
+from fedcomp_clients.order import CLIPPING_NORM
 
 log = logging.getLogger("fedcomp")
 
@@ -32,6 +33,7 @@ class Told:
         place: of this client among those of the round, in [0, 1); None: not told.
         evaluate: the configuration for evaluating the received model before training; None: not wanted.
         budgets: of uploads by node property.
+        clipping: how long Flower's wrappers for client-side clipping say an update may be; None: they are not there.
     """
 
     request: Request | None
@@ -42,6 +44,7 @@ class Told:
     place: float | None = None
     evaluate: ConfigRecord | None = None
     budgets: Mapping[str, str] = field(default_factory=dict)
+    clipping: object = None
 
     @classmethod
     def of(cls, message: Message) -> "Told | None":
@@ -64,6 +67,7 @@ class Told:
             place if isinstance(place, float) and 0 <= place < 1 else None,
             _below(config, f"{EVALUATE}.") if config.get(EVALUATE) is True else None,
             _budgets(config.get(BUDGETS)),
+            config.get(CLIPPING_NORM),
         )
 
     def used(self, number: int) -> int:

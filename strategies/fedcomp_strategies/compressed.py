@@ -47,6 +47,7 @@ from fedcomp_strategies.downlink import Downlink
 from fedcomp_strategies.evaluations import Evaluations
 from fedcomp_strategies.feedback import ServerFeedback
 from fedcomp_strategies.guards import MovingAverage, capped
+from fedcomp_strategies.privacy import Bound
 from fedcomp_strategies.rates import LEAST_BITS, choose, notes_size
 from fedcomp_strategies.records import (
     Model,
@@ -105,8 +106,9 @@ class Compressed(Strategy):
             further behind. Training goes on with the newest model; what is evaluated, and returned by `start`, is the
             average.
         budgets: budgets of nodes whose configuration (``flower-supernode --node-config``) has some value, which each of
-            their uploads keeps to instead of the common one: ``{"link=nbiot": "200 B", "link=lte": "2 kB"}``. Only with
-            "auto". A node's own ``fedcomp-budget`` is never exceeded, whatever is said here.
+            their uploads keeps to instead of the common one: ``{"link=nbiot": "200 B", "link=lte": "2 kB"}``, or as a
+            text, "link=nbiot: 200 B, link=lte: 2 kB". Only with "auto". A node's own ``fedcomp-budget`` is never
+            exceeded, whatever is said here.
         min_replies: how many usable replies a round needs for the model to change.
         evaluation: "messages": after each round, as the inner strategy does it. "piggyback": nodes that train evaluate
             the model that they receive, and their replies bring the metrics, so that a round costs one message a node
@@ -135,7 +137,7 @@ class Compressed(Strategy):
         monitor: Sink | None = None,
         norm_cap: float | str | None = "auto",
         average: float = 0.0,
-        budgets: Mapping[str, str] | None = None,
+        budgets: Mapping[str, str] | str | None = None,
         min_replies: int = 1,
         evaluation: str = "messages",
         compact: bool = True,
@@ -152,6 +154,7 @@ class Compressed(Strategy):
         self.monitor = monitor
         self.integers = integers
         self.device = resolve(device)
+        self._bound = Bound(strategy)
         self._compact = compact
         self._evaluations = Evaluations() if evaluation == "piggyback" else None
         self._uplink = Uplink(uplink, budget, budgets, shared and averages(strategy) and monitor is None)
@@ -172,6 +175,8 @@ class Compressed(Strategy):
 
     def _check(self) -> None:
         """Refuse what cannot work before the run, and say what will not work well."""
+        if isinstance(self.strategy, Compressed):
+            raise ConfigError(f"{type(self.strategy).__name__} compresses already: wrap Flower's own strategy, once")
         if self._evaluations is not None and not self._compact:
             raise ConfigError("evaluation='piggyback' needs compact replies, which compact=False rules out")
         if self._evaluations is not None and self._moving is not None:
@@ -272,6 +277,7 @@ class Compressed(Strategy):
             self._request = replace(self._request, session=_new_session())
             self._forget_training()
         messages = list(self.strategy.configure_train(server_round, arrays, config, grid))
+        self._bound.announce()
         if not self._begun:
             self._begun = True
             self._exact |= integers_in(arrays)
@@ -296,7 +302,7 @@ class Compressed(Strategy):
                 message.content = _with_config(message.content, {**common, **place, **told.get(node, {})})
         predictor = self._feedback.predictor_frame
         self._delivery.pack(messages, models, self._round, server_round, predictor=predictor)
-        self._round.note_objects(messages)
+        self._round.note(messages)
         self._accounts.begin(server_round, messages)
         return messages
 
@@ -386,7 +392,7 @@ class Compressed(Strategy):
         models = self._models(messages)
         self._delivery.pack(messages, models, self._round, server_round, whole=averaged is not None)
         if messages:
-            self._round.note_objects(messages)
+            self._round.note(messages)
             self._accounts.count(server_round, bytes_down_evaluate=payload(messages))
         return messages
 
@@ -404,7 +410,7 @@ class Compressed(Strategy):
         sent, self._round = self._round or SentRound(ArrayRecord()), None
         replies = list(replies)
         key = weight_key(self.strategy)
-        opened = triage(replies, sent.asked, server_round, key)
+        opened = triage(replies, sent.asked, server_round, key, sent.addressees)
         if self._takes_mean(sent, opened):
             outcome = self._average(server_round, opened, sent, str(key))
         else:
@@ -575,6 +581,7 @@ class Compressed(Strategy):
                 return reply  # nothing that we asked for, such as the trees of FedXgbBagging
             self._feedback.check(reply.node, reply.notes)
             model = self._plain(reply, sent) if reply.array is None else self._decode(reply, sent)
+            model = self._bound(sent.base(reply.node), model, reply.node)
         except FedcompError as error:
             return reply.refused(cause_of(error), error)
         ((key, _),) = reply.message.content.array_records.items()

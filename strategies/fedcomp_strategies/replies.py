@@ -1,7 +1,7 @@
 """Replies of clients, looked at before anything is decoded: who sent them, what they weigh, what is in them."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ class Reply:
         compact: whether all of it came in one record.
         evaluation: what else the client says of the model that it received, as a reply to an evaluation.
         own_budget: whether the frame keeps to a budget of this node's own.
+        about: the node that the transport says is gone, in an answer of its own; None: the node has answered itself.
         declined: why the client replied plainly, as it says itself.
     """
 
@@ -55,14 +56,21 @@ class Reply:
     evaluation: Message | None = None
     own_budget: bool = False
     declined: str = ""
+    about: int | None = None
     arrived: bool = False
     objects: int = 0
 
     @classmethod
-    def of(cls, message: Message) -> "Reply":
-        """A reply as it arrived, in its ordinary form; refused if that cannot be read."""
+    def of(cls, message: Message, addressees: Mapping[str, int] | None = None) -> "Reply":
+        """A reply as it arrived, in its ordinary form; refused if that cannot be read.
+
+        Args:
+            message: the reply.
+            addressees: nodes by id of the message to them: a SuperLink answers in its own name for nodes that are gone.
+        """
         if message.has_error():
-            return cls(message)
+            node = (addressees or {}).get(message.metadata.reply_to_message_id)
+            return cls(message, about=None if node == message.metadata.src_node_id else node)
         came = cls(message, arrived=True, objects=objects_in(message.content), compact=is_compact(message))
         if not came.compact:
             declined = message.content.config_records.get(DECLINED, ConfigRecord())
@@ -75,8 +83,8 @@ class Reply:
 
     @property
     def node(self) -> int:
-        """Who sent it."""
-        return self.message.metadata.src_node_id
+        """Who sent it, or should have."""
+        return self.message.metadata.src_node_id if self.about is None else self.about
 
     @property
     def array(self) -> Array | None:
@@ -110,7 +118,13 @@ def cause_of(error: Exception) -> str:
     return next((cause for kind, cause in kinds.items() if isinstance(error, kind)), "damaged")
 
 
-def triage(messages: Iterable[Message], asked: Counter[int], round: int, key: str | None) -> list[Reply]:
+def triage(
+    messages: Iterable[Message],
+    asked: Counter[int],
+    round: int,
+    key: str | None,
+    addressees: Mapping[str, int] | None = None,
+) -> list[Reply]:
     """The replies by node, those refused that need no decoding to see it.
 
     Args:
@@ -118,8 +132,11 @@ def triage(messages: Iterable[Message], asked: Counter[int], round: int, key: st
         asked: how many messages went to each node in this round; empty: somebody else sent them.
         round: the round that frames must be of.
         key: the metric by which replies are weighed; None: they are not.
+        addressees: nodes by the id of the message that they got.
     """
-    replies = sorted(map(Reply.of, messages), key=lambda reply: (reply.node, _content(reply)))
+    replies = sorted(
+        (Reply.of(message, addressees) for message in messages), key=lambda reply: (reply.node, _content(reply))
+    )
     replies = list(_known([_checked(reply, round, key) for reply in replies], asked))
     return _consistent(replies, 1, key)
 

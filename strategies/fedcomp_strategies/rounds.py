@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, Message, Metadata, MetricRecord
 
 from fedcomp.layout import Vector
 from fedcomp_strategies.records import Model, identity, views
@@ -33,12 +33,19 @@ class SentRound:
     packed: set[int] = field(default_factory=set)
     told: Model = field(default_factory=dict)
     objects: Counter[int] = field(default_factory=Counter)
+    _labels: list[Metadata] = field(default_factory=list)
     _bases: dict[Any, Model] = field(default_factory=dict)
 
-    def note_objects(self, messages: Iterable[Message]) -> None:
-        """Remember what the transport makes of the messages."""
+    def note(self, messages: Iterable[Message]) -> None:
+        """Remember the messages' labels, and what the transport makes of them."""
         for message in messages:
+            self._labels.append(message.metadata)
             self.objects[message.metadata.dst_node_id] += objects_in(message.content)
+
+    @property
+    def addressees(self) -> dict[str, int]:
+        """Nodes by the id of the message to them, which it is given when it is sent."""
+        return {label.message_id: label.dst_node_id for label in self._labels if label.message_id}
 
     def wire_up(self, replies: Iterable[Reply]) -> int:
         """Estimated bytes of the messages and the replies on the nodes' uplinks."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from fedcomp import Auto, Codec, ConfigError, Plan, generator
-from fedcomp.budget import check_budgets
+from fedcomp.budget import as_budgets
 from fedcomp.layout import Layout, Vector
 from fedcomp.request import BUDGETS
 from fedcomp.schedule import Schedule, as_schedule
@@ -34,19 +34,18 @@ class Uplink:
         self,
         uplink: Schedule | Plan | Codec | str,
         budget: str | float | None,
-        budgets: Mapping[str, str] | None,
+        budgets: Mapping[str, str] | str | None,
         shared: bool,
     ) -> None:
         given = as_schedule(uplink)
         self.left_open = isinstance(uplink, str) and any(plan.codec == Auto() for plan in given.plans())
         self.shared = shared
         self._schedule = given if budget is None else given.with_budget(budget)
-        self._budgets = dict(budgets or {})
+        self._budgets = as_budgets(budgets)
         self._rates = Rates(shared)
         self._learnt: dict[Plan, Plan] = {}
         if any(isinstance(c, Auto) and not c.budget for plan in self.plans() for c in plan.codecs()):
             raise ConfigError('uplink "auto" needs the budget of an upload, such as budget="2 kB"')
-        check_budgets(self._budgets)
         if self._budgets and not any(isinstance(plan.codec, Auto) for plan in self.plans()):
             raise ConfigError('budgets of nodes need a codec that keeps to budgets: give uplink="auto"')
 

@@ -1,0 +1,1 @@
+"""digits: A Flower app with NumPyClient."""

@@ -1,0 +1,1 @@
+"""digits: A Flower / PyTorch app."""
