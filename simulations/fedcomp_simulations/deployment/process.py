@@ -22,6 +22,8 @@ T = TypeVar("T")
 _POLL_S = 0.1
 _TERM_S = 10.0
 _FAMILY_S = 3.0
+_DYING_S = 1.0
+_PROC = Path("/proc")  # on Linux
 _TAIL = 20
 
 
@@ -104,6 +106,7 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: of groups of dead processes
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+        self._wait_for_family(_DYING_S)
         self._over = True
 
     def terminate(self) -> None:
@@ -117,13 +120,18 @@ class Child:
             if self.exit_code is None:
                 self.terminate()
                 self.wait(timeout_s)
-            deadline = time.monotonic() + _FAMILY_S  # children notice that their parent is gone
-            while not self._over and self._has_family() and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
+            self._wait_for_family(_FAMILY_S)  # children notice that their parent is gone
         finally:  # after Ctrl-C too
             self.kill()
 
+    def _wait_for_family(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self._over and self._has_family() and time.monotonic() < deadline:
+            time.sleep(_DYING_S / 100)
+
     def _has_family(self) -> bool:
+        if _PROC.is_dir():
+            return any(_lives_in(self.pid, stat) for stat in _PROC.glob("[0-9]*/stat"))
         try:
             os.killpg(self.pid, 0)
         except (ProcessLookupError, PermissionError):
@@ -131,13 +139,20 @@ class Child:
         return True
 
 
+def _lives_in(group: int, stat: Path) -> bool:
+    """Whether a process is of this group, and not merely waiting for somebody to collect its exit code."""
+    try:
+        state, _, its_group = stat.read_text("utf-8", "replace").rpartition(")")[2].split()[:3]
+    except (OSError, ValueError):  # it has ended meanwhile
+        return False
+    return int(its_group) == group and state not in "ZX"
+
+
 def find_program(name: str) -> str:
     """The path of a program of this Python environment, or on the path. Raises DeploymentError if there is none."""
     found = shutil.which(name, path=program_path(os.environ))
     if found is None:
-        raise DeploymentError(
-            f'{name} is not installed beside {sys.executable}; run: pip install "fedcomp[simulation]"'
-        )
+        raise DeploymentError(f'{name}: not found beside {sys.executable}; run: pip install "fedcomp[simulation]"')
     return found
 
 
