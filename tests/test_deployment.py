@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedcomp import ConfigError
 from fedcomp_clients import CompressMod, FileModelCache, FileStore
-from fedcomp_simulations.bench.wire import is_idle, kind, split_rounds
+from fedcomp_simulations.bench.wire import is_idle, kind, split_messages
 from fedcomp_simulations.deployment import CountingProxy, Deployment, DeploymentError
 from fedcomp_simulations.deployment.app import write_app
 from fedcomp_simulations.deployment.environment import node_config
@@ -114,7 +114,7 @@ def test_two_rounds_on_real_nodes_through_a_proxy(tmp_path: Path) -> None:
     assert difference(model, expected) < 1e-6
     uploaded = [t["bytes_up"] for t in traffic]
     assert uploaded == [t.bytes_up for t in strategy.traffic]
-    for exchanges, both in zip(split_rounds(proxy.exchanges, 2), uploaded, strict=True):
+    for exchanges, both in zip(split_messages(proxy.exchanges), uploaded, strict=True):
         pushed = sum(exchange.bytes_up for exchange in exchanges if kind(exchange) == "push-object")
         assert both / 2 < pushed < both / 2 + 10_000
         assert {kind(e) for e in exchanges} >= {

@@ -6,7 +6,7 @@ object of the model that comes down as well.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -18,7 +18,9 @@ from fedcomp_simulations.bench.wire_app import CONFIG
 from fedcomp_simulations.deployment import CountingProxy, Deployment, Exchange
 from fedcomp_simulations.deployment.app import write_app
 
-ROUNDS = 3
+ROUNDS = 4
+MEASURED = 3
+"""The round that is measured: all is settled, and the end of the run does not count into it."""
 FLEET = "/v1/fleet/"
 
 _APP = "fedcomp_simulations.bench.wire_app"
@@ -38,7 +40,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class WireRow:
-    """What the last of three rounds cost one client.
+    """What one round in the middle of a run cost one client.
 
     Attributes:
         method: name of the setting.
@@ -48,6 +50,7 @@ class WireRow:
         payload_up: of the upload: the frame, or the arrays of a plain reply.
         bytes_up, bytes_down: of all requests and responses of the round.
         bytes_up_beyond: bytes_up without the payload.
+        estimate_up: bytes_up as the strategy's own accounting estimates them; 0: it has none.
         start_bytes_up, start_bytes_down: what the first message of a run costs once, for the run and its app.
         idle_bytes_up: of a request that asks for messages when there are none, every 3 s; the mean.
     """
@@ -60,6 +63,7 @@ class WireRow:
     bytes_up: int
     bytes_down: int
     bytes_up_beyond: int
+    estimate_up: int
     start_bytes_up: int
     start_bytes_down: int
     idle_bytes_up: int
@@ -70,15 +74,18 @@ class WireRow:
 
 
 def settings(codec: str) -> list[Setting]:
-    """What is measured: plain Flower, and Compressed with this codec."""
+    """What is measured: plain Flower, and Compressed with this codec in its ways to send what is beside the frame."""
+    piggyback = (("mixed_fleet", False), ("evaluation", "piggyback"))
     return [
         Setting("plain Flower"),
-        Setting(f"Compressed, {codec}", codec),
+        Setting("Compressed, as arrays", codec, (("compact", False),)),
+        Setting("Compressed", codec),
+        Setting("Compressed, piggyback", codec, piggyback),
     ]
 
 
 def measure_wire(chosen: Sequence[Setting], on_done: Callable[[WireRow], None] | None = None) -> list[WireRow]:
-    """Run each setting for three rounds on one SuperNode behind a counting proxy. Takes about 40 s for each.
+    """Run each setting for four rounds on one SuperNode behind a counting proxy. Takes about 45 s for each.
 
     Raises DeploymentError if a process or a run fails; the message has the end of its log.
     """
@@ -108,11 +115,8 @@ def is_idle(exchange: Exchange) -> bool:
     return kind(exchange) in _IDLE or (kind(exchange) == "pull-messages" and not exchange.body_down)
 
 
-def split_rounds(exchanges: Sequence[Exchange], rounds: int) -> list[list[Exchange]]:
-    """What belongs to each round, idle requests left out: a node sees to one message after the other.
-
-    Raises FedcompError if the messages cannot be divided among the rounds.
-    """
+def split_messages(exchanges: Sequence[Exchange]) -> list[list[Exchange]]:
+    """What belongs to each message, idle requests left out: a node sees to one after the other."""
     messages: list[list[Exchange]] = []
     for exchange in exchanges:
         if is_idle(exchange):
@@ -121,30 +125,37 @@ def split_rounds(exchanges: Sequence[Exchange], rounds: int) -> list[list[Exchan
             messages.append([])
         if messages:
             messages[-1].append(exchange)
-    if not messages or len(messages) % rounds:
-        raise FedcompError(f"expected as many messages in each of {rounds} rounds, got {len(messages)} in all")
-    each = len(messages) // rounds
-    return [list(chain.from_iterable(messages[start : start + each])) for start in range(0, len(messages), each)]
+    return messages
 
 
-def _row(method: str, exchanges: Sequence[Exchange], results: dict[str, Any]) -> WireRow:
-    split = split_rounds(exchanges, ROUNDS)
-    last, payload = split[-1], int(results["payloads"][-1])
+def _row(method: str, exchanges: Sequence[Exchange], results: Mapping[str, Any]) -> WireRow:
+    """Sum up a run.
+
+    Args:
+        results: as the app writes them: when its rounds began, by the clock of this machine, and their payloads.
+    """
+    messages = split_messages(exchanges)
+    begin, end = results["begun"][MEASURED - 1 : MEASURED + 1]
+    counted = [message for message in messages if begin <= message[0].started < end]
+    if not counted:
+        raise FedcompError(f"{method}: the proxy has seen no message in round {MEASURED}")
+    requests = list(chain.from_iterable(counted))
     by_kind: Counter[str] = Counter()
-    for exchange in last:
+    for exchange in requests:
         by_kind[kind(exchange)] += exchange.bytes_up
-    start = [exchange for exchange in split[0] if kind(exchange) in _FIRST]
+    start = [exchange for exchange in messages[0] if kind(exchange) in _FIRST]
     idle = [e.bytes_up for e in exchanges if is_idle(e) and kind(e) == "pull-messages"]
-    up = sum(e.bytes_up for e in last)
+    payload, up = int(results["payloads"][MEASURED - 1]), sum(by_kind.values())
     return WireRow(
         method=method,
-        messages=sum(kind(e) == "pull-messages" for e in last),
-        requests=dict(Counter(map(kind, last))),
+        messages=len(counted),
+        requests=dict(Counter(map(kind, requests))),
         bytes_up_by_kind=dict(by_kind),
         payload_up=payload,
         bytes_up=up,
-        bytes_down=sum(e.bytes_down for e in last),
+        bytes_down=sum(e.bytes_down for e in requests),
         bytes_up_beyond=up - payload,
+        estimate_up=int(results["estimates"][MEASURED - 1]),
         start_bytes_up=sum(e.bytes_up for e in start),
         start_bytes_down=sum(e.bytes_down for e in start),
         idle_bytes_up=round(sum(idle) / max(len(idle), 1)),

@@ -1,6 +1,7 @@
 """The app that `fedcomp bench --wire` measures: a model of 60 small matrices and a scalar, random steps, numpy only."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,16 @@ def start_model() -> dict[str, NDArray[np.float32]]:
 
 
 class _Measured(FedAvg):
-    """FedAvg for one node, which writes down what its replies' arrays take."""
+    """FedAvg for one node, which writes down when a round begins and what its replies' arrays take."""
 
     def __init__(self) -> None:
         super().__init__(min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1)
+        self.begun: list[float] = []
         self.payloads: list[int] = []
+
+    def configure_train(self, *args: Any, **named: Any) -> Any:
+        self.begun.append(time.monotonic())
+        return super().configure_train(*args, **named)
 
     def aggregate_train(self, server_round: int, replies: Any) -> Any:
         replies = list(replies)
@@ -52,9 +58,18 @@ def _serve(grid: Grid, context: Context) -> None:
         strategy = Compressed(plain, uplink=str(config["uplink"]), **json.loads(str(config["options"])))
     arrays = ArrayRecord({name: Array(values) for name, values in start_model().items()})
     result = strategy.start(grid, arrays, num_rounds=int(config["rounds"]), timeout=120)
-    payloads = [t.bytes_up for t in strategy.traffic] if isinstance(strategy, Compressed) else plain.payloads
-    evaluated = [dict(metrics) for metrics in result.evaluate_metrics_clientapp.values()]
-    Path(str(config["results"])).write_text(json.dumps({"payloads": payloads, "evaluated": evaluated}), "utf-8")
+    told = {
+        "begun": plain.begun,
+        "payloads": plain.payloads,
+        "estimates": [0] * len(plain.begun),
+        "evaluated": [dict(metrics) for metrics in result.evaluate_metrics_clientapp.values()],
+    }
+    if isinstance(strategy, Compressed):
+        told |= {
+            "payloads": [t.bytes_up for t in strategy.traffic],
+            "estimates": [t.wire_up for t in strategy.traffic],
+        }
+    Path(str(config["results"])).write_text(json.dumps(told), "utf-8")
 
 
 @client.train()
@@ -70,6 +85,7 @@ def _train(message: Message, context: Context) -> Message:
 
 
 @client.evaluate()
+@compress_mod.evaluates
 def _evaluate(message: Message, context: Context) -> Message:
     metrics = MetricRecord({"num-examples": 10, "eval-loss": 0.5, "eval-accuracy": 0.5})
     return Message(RecordDict({"metrics": metrics}), reply_to=message)
