@@ -4,7 +4,7 @@ import http.client
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ COMPLETED = "finished:completed"
 
 _START_S = 60.0
 _STATUS_S = 60.0
+_LOOK_S = 0.5
 _RUN_ID = re.compile(r"Successfully started run (\d+)")
 
 
@@ -143,30 +144,47 @@ class Deployment:
         self._runs.append(child)
         return child
 
-    def finish(self, child: Child, timeout_s: float) -> Run:
-        """Wait for the end of a run that `submit` has started. Raises DeploymentError if it fails or takes too long."""
-        deadline = time.monotonic() + timeout_s
-        found = child.wait_for(
-            lambda: _RUN_ID.search(child.text()) or child.exit_code is not None or None, timeout_s, "the run to start"
-        )
-        if not isinstance(found, re.Match):
-            raise child.failure("did not start the run")
-        run_id = int(found[1])
-        while child.wait(0.5) is None:  # the stream of the log ends with the run
-            self._check_alive()
-            if time.monotonic() > deadline:
-                raise child.failure(f"run {run_id} has not ended after {timeout_s:g} s")
-        while not (status := self._status(run_id))["status"].startswith("finished"):  # the stream broke off
-            self._check_alive()
-            if time.monotonic() > deadline:
-                raise child.failure(f"run {run_id} is {status['status']} after {timeout_s:g} s")
-        if status["status"] != COMPLETED:
-            raise child.failure(f"run {run_id} {status['status']}: {status['status-details'] or 'no details'}")
-        return Run(run_id, status["status"], status["status-details"], child.log)
+    def finish(self, child: Child, timeout_s: float, show: Callable[[str], None] | None = None) -> Run:
+        """Wait for the end of a run that `submit` has started.
 
-    def run(self, app: Path, config: Mapping[str, UserValue] | None = None, timeout_s: float = 600) -> Run:
+        Args:
+            show: called with what the run has logged since the last time.
+
+        Raises DeploymentError if the run does not start, fails or takes too long, or if the SuperLink ends meanwhile.
+        """
+        deadline, shown = time.monotonic() + timeout_s, 0
+        while True:  # the stream of the log ends with the run
+            ended = child.wait(_LOOK_S) is not None
+            text = child.text()
+            if show is not None:
+                show(text[shown:])
+            shown = len(text)
+            if ended:
+                break
+            self._check_alive()
+            if time.monotonic() > deadline:
+                raise child.failure(f"the run has not ended after {timeout_s:g} s")
+        started = _RUN_ID.search(text)
+        if started is None:
+            raise child.failure("did not start the run")
+        while not (state := self._state(int(started[1])))["status"].startswith("finished"):  # the stream broke off
+            self._check_alive()
+            if time.monotonic() > deadline:
+                raise child.failure(f"the run is {state['status']} after {timeout_s:g} s")
+        run = Run(int(started[1]), state["status"], state["status-details"], child.log)
+        if run.status != COMPLETED:
+            raise child.failure(f"run {run.run_id} {run.status}: {run.details or 'no details'}")
+        return run
+
+    def run(
+        self,
+        app: Path,
+        config: Mapping[str, UserValue] | None = None,
+        timeout_s: float = 600,
+        show: Callable[[str], None] | None = None,
+    ) -> Run:
         """Run an app to its end: `submit`, then `finish`."""
-        return self.finish(self.submit(app, config), timeout_s)
+        return self.finish(self.submit(app, config), timeout_s, show)
 
     def stop(self) -> None:
         """Stop runs, SuperNodes and the SuperLink; harmless if they have ended."""
@@ -194,7 +212,7 @@ class Deployment:
         if self._link is not None and self._link.exit_code is not None:
             raise self._link.failure(f"ended during a run, with exit code {self._link.exit_code}")
 
-    def _status(self, run_id: int) -> dict[str, Any]:
+    def _state(self, run_id: int) -> dict[str, Any]:
         """What `flwr ls` says about a run."""
         command = ["flwr", "ls", FEDERATION, "--run-id", str(run_id), "--format", "json"]
         with Child(command, self.folder / "status.log", self._environment) as child:
