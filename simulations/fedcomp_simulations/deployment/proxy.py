@@ -78,7 +78,7 @@ class CountingProxy:
     def __enter__(self) -> Self:
         self._thread.start()
         self._ready.wait(_START_S)
-        if self._failure is not None:
+        if not self.address:
             raise DeploymentError(f"the proxy found no port on {LOOPBACK}: {self._failure}") from self._failure
         return self
 
