@@ -202,7 +202,7 @@ def test_a_child_ends_when_its_owner_is_interrupted(tmp_path: Path) -> None:
 
 
 def test_a_child_that_ends_early_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
-    command = ["python", "-c", "for i in range(50): print('line', i)\nraise SystemExit(3)"]
+    command = ["python", "-c", "for i in range(50): print('\\033[92mline\\033[0m', i)\nraise SystemExit(3)"]
     with (
         Child(command, tmp_path / "log", os.environ) as child,
         pytest.raises(DeploymentError, match="python: ended early, with exit code 3, instead of: a miracle") as caught,

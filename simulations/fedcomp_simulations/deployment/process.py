@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -23,6 +24,7 @@ _POLL_S = 0.1
 _TERM_S = 10.0
 _FAMILY_S = 3.0
 _DYING_S = 1.0
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PROC = Path("/proc")  # on Linux
 _TAIL = 20
 
@@ -79,7 +81,7 @@ class Child:
 
     def failure(self, what: str) -> DeploymentError:
         """Make an error that says what went wrong and ends with the last lines of the log."""
-        lines = self.text().splitlines()[-_TAIL:] or ["(nothing)"]
+        lines = _COLOURS.sub("", self.text()).splitlines()[-_TAIL:] or ["(nothing)"]
         return DeploymentError("\n".join([f"{self.name}: {what}; the end of its log, {self.log}:", *lines]))
 
     def wait_for(self, ready: Callable[[], T | None], timeout_s: float, what: str) -> T:
