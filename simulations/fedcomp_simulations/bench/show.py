@@ -14,6 +14,7 @@ from fedcomp_simulations.bench.measure import Row
 
 if TYPE_CHECKING:
     from fedcomp_simulations.bench.server import ServerRow
+    from fedcomp_simulations.bench.wire import WireRow
 
 BIASED, UNBIASED, PEER = "#0072B2", "#D55E00", "#777777"
 LEAST_RATE = 0.003
@@ -65,6 +66,37 @@ def server_table(rows: "list[ServerRow]") -> Table:
             f"{row.flower_ms_per_reply:.3f}",
             f"{row.speedup_vs_flower:.2f}",
             f"{row.peak_bytes / 1e6:.1f}",
+        )
+    return sheet
+
+
+def wire_table(rows: "list[WireRow]") -> Table:
+    """One line a setting: requests of a round by kind, and what the client's uplink carried."""
+    start = max(row.start_bytes_up for row in rows)
+    down, idle = max(row.start_bytes_down for row in rows), max(row.idle_bytes_up for row in rows)
+    sheet = Table(
+        title="wire: one round of one client, training and evaluation, 60 tensors 32 x 32 and a scalar",
+        caption="Bytes in the sockets with HTTP headers; beyond: what is not payload. Requests: for a message / for "
+        f"an object down / to confirm / to announce a reply / for an object up. Apart: the first message of a run, "
+        f"{start:,} B up and {down:,} B down; asking in vain, {idle:,} B up every 3 s.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    sheet.add_column("setting", overflow="fold")
+    for heading in ("messages", "requests", "bytes up", "payload", "beyond", "bytes down"):
+        sheet.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        kinds = ("pull-messages", "pull-object", "confirm-message-received", "push-messages", "push-object")
+        others = sum(count for name, count in row.requests.items() if name not in kinds)
+        counts = [row.requests.get(name, 0) for name in kinds] + ([others] if others else [])
+        sheet.add_row(
+            escape(row.method),
+            f"{row.messages}",
+            " / ".join(map(str, counts)),
+            f"{row.bytes_up:,}",
+            f"{row.payload_up:,}",
+            f"{row.bytes_up_beyond:,}",
+            f"{row.bytes_down:,}",
         )
     return sheet
 
