@@ -212,7 +212,7 @@ np.savez(f"{folder}/model", *parameters_to_ndarrays(server.parameters))
 """
 
 GRPC = """
-import json, sys, threading
+import json, socket, sys, threading, time
 import numpy as np
 from flwr.client import start_client
 from flwr.common import parameters_to_ndarrays
@@ -230,6 +230,11 @@ strategy = CompressedStrategy(fedavg, GRPC_UPLINK, feedback="ef")
 server = Server(client_manager=SimpleClientManager(), strategy=strategy)
 
 def join(partition):
+    for _ in range(300):  # start_client does not try again
+        with socket.socket() as probe:
+            if not probe.connect_ex(("127.0.0.1", int(sys.argv[2]))):
+                break
+        time.sleep(0.1)
     client = wrap_numpy_client(Trainer(partition), partition_id=partition) if partition < 2 else Trainer(2).to_client()
     start_client(server_address=address, client=client, max_wait_time=30)
 
