@@ -44,7 +44,7 @@ from fedcomp import ConfigError, Plan, TopK
 from fedcomp.request import ACKS, KEY, MODEL_STYPE, STYPE, Request
 from fedcomp_clients import CompressMod, MemoryModelCache, MemoryStore
 from fedcomp_clients.legacy import wrap_client
-from fedcomp_clients.mod import _Told
+from fedcomp_clients.told import Told
 from fedcomp_strategies.averaging import traits_of
 from fedcomp_strategies.legacy import CompressedStrategy, Failure
 from fedcomp_strategies.legacy_adapter import node_id
@@ -568,10 +568,10 @@ def test_acknowledgements_are_read_from_lists_and_from_text() -> None:
     for told in ([3, 1, 9, 2], "3 1 9 2"):
         config = ConfigRecord({KEY: Request(Plan(TopK(0.1)), 1).to_text(), ACKS: told})
         metadata = Metadata(0, "", 1, 2, "", "", 0.0, 1.0, "train")
-        read = _Told.of(Message(content=RecordDict({"c": config}), metadata=metadata))  # type: ignore[call-overload]
+        read = Told.of(Message(content=RecordDict({"c": config}), metadata=metadata))  # type: ignore[call-overload]
         assert read is not None
         assert read.acks == {3: 1, 9: 2}
     config[ACKS] = "3 x"
-    read = _Told.of(Message(content=RecordDict({"c": config}), metadata=metadata))  # type: ignore[call-overload]
+    read = Told.of(Message(content=RecordDict({"c": config}), metadata=metadata))  # type: ignore[call-overload]
     assert read is not None
     assert read.acks == {}

@@ -51,8 +51,10 @@ def packed() -> Parameters:
     return Parameters([package.to_bytes()], MODEL_STYPE)
 
 
-def fedavg() -> FedAvg:
-    return FedAvg(initial_parameters=start_parameters(), min_available_clients=1, min_fit_clients=1, **QUIET)
+def fedavg(clients: int = 1) -> FedAvg:
+    """Under Ray, rounds begin before all clients have joined unless the strategy waits for them."""
+    options = {"min_available_clients": clients, "min_fit_clients": clients, **QUIET}
+    return FedAvg(initial_parameters=start_parameters(), **options)
 
 
 # --- wrapped clients -------------------------------------------------------------------------------------------------
@@ -199,7 +201,7 @@ from legacy_app import client_app
 from test_legacy_clients import UPLINK, fedavg
 
 folder = sys.argv[1]
-server = Server(client_manager=SimpleClientManager(), strategy=CompressedStrategy(fedavg(), UPLINK, feedback="ef"))
+server = Server(client_manager=SimpleClientManager(), strategy=CompressedStrategy(fedavg(4), UPLINK, feedback="ef"))
 components = ServerAppComponents(server=server, config=ServerConfig(num_rounds=2))
 ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False, _temp_dir=folder)
 try:
@@ -261,7 +263,7 @@ def test_a_legacy_app_under_ray_trains_the_same_model() -> None:
         with np.load(Path(folder, "model.npz")) as model:
             simulated = list(model.values())
     assert len(simulated) == 4
-    expected = run(CompressedStrategy(fedavg(), UPLINK, feedback="ef"), [mod()], rounds=2, clients=4)
+    expected = run(CompressedStrategy(fedavg(4), UPLINK, feedback="ef"), [mod()], rounds=2, clients=4)
     for a, b in zip(simulated, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
