@@ -1,6 +1,7 @@
 """CompressedStrategy around strategies of flwr.server.strategy, with clients of a ClientApp's client_fn."""
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -49,6 +50,7 @@ from fedcomp_strategies.averaging import traits_of
 from fedcomp_strategies.legacy import CompressedStrategy, Failure
 from fedcomp_strategies.legacy_adapter import node_id
 from fedcomp_strategies.legacy_records import to_parameters, to_record
+from fedcomp_strategies.traffic import objects_in, transport
 
 MEAN, MODELS, PLAINLY = "works, given the mean", "works, given every client's model", "works, uncompressed"
 
@@ -212,6 +214,9 @@ def test_what_cannot_work_is_refused() -> None:
         CompressedStrategy(CASES["FedXgbNnAvg"][1](), "sign")
     with pytest.raises(ConfigError, match="go into fedcomp_strategies"):
         CompressedStrategy(MessageFedAvg(), "sign")  # type: ignore[arg-type]
+    for option in ({"compact": True}, {"evaluation": "piggyback"}, {"budgets": {"a=b": "2 kB"}}):
+        with pytest.raises(ConfigError, match="the legacy API has no such choice"):
+            CompressedStrategy(fedavg(), "auto", budget="2 kB", **option)
 
 
 def test_traits_see_below_wrappers_and_through_subclasses() -> None:
@@ -359,6 +364,37 @@ def test_differences_go_down_and_the_average_is_what_is_evaluated() -> None:
     close(evaluated[-1], averaged)
     close(evaluated[0], start_arrays())
     assert np.abs(newest[0] - evaluated[-1][0]).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("fraction", "evaluate_fn", "said"),
+    [(1.0, None, "loss "), (0.0, evaluation, "loss 1."), (1.0, evaluation, "loss 1."), (0.0, None, "uplink")],
+)
+def test_a_line_is_logged_a_round(
+    fraction: float, evaluate_fn: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = CompressedStrategy(fedavg(fraction_evaluate=fraction, evaluate_fn=evaluate_fn), "int8")
+    with caplog.at_level(logging.INFO, "flwr"):
+        serve(strategy, client_app([mod()]), 2)
+    lines = [record.message for record in caplog.records if " | downlink " in record.message]
+    assert [line.split("round ")[1][:1] for line in lines] == ["1", "2"]
+    assert all(line.split(": ", 1)[1].startswith(said) for line in lines)
+
+
+def test_estimates_of_the_wire_count_the_objects_that_flower_makes() -> None:
+    """A count by a mod, which sees what compat layer and ClientApp really exchange."""
+    objects: list[int] = []
+
+    def spy(message: Message, context: Context, call_next: Any) -> Message:
+        down = objects_in(message.content)
+        reply: Message = call_next(message, context)
+        up = sum(len(array.data) for record in reply.content.array_records.values() for array in record.values())
+        objects.append(transport(down, objects_in(reply.content), up))
+        return reply
+
+    strategy = CompressedStrategy(fedavg(fraction_evaluate=1.0), "int8")
+    serve(strategy, client_app([spy, mod()]), 2)
+    assert sum(traffic.wire_up for traffic in strategy.traffic) == sum(objects)
 
 
 # --- feedback --------------------------------------------------------------------------------------------------------
@@ -522,6 +558,16 @@ def test_a_client_that_declines_is_a_failure_with_its_reason() -> None:
     serve(strategy, client_app([mod()], client=client), 1)
     assert seen == [["no battery"]]
     assert dict(strategy.traffic[0].dropped) == {"error": 1}
+
+
+def test_too_few_results_leave_the_old_model() -> None:
+    def one_left(arrays: Arrays, partition: int, round_: int) -> Arrays:
+        if partition and round_ == 2:
+            raise RuntimeError("out of memory")
+        return arrays
+
+    ends = [run(CompressedStrategy(fedavg(), "int8", min_replies=2), [mod()], rounds=n, fault=one_left) for n in (1, 2)]
+    assert all(np.array_equal(a, b) for a, b in zip(*ends, strict=True))
 
 
 # --- small things ----------------------------------------------------------------------------------------------------
