@@ -9,8 +9,26 @@ from flwr.app import Context
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
-from flwr.common import Parameters, Scalar, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common import (
+    Code,
+    DisconnectRes,
+    EvaluateIns,
+    EvaluateRes,
+    FitIns,
+    FitRes,
+    GetParametersIns,
+    GetParametersRes,
+    GetPropertiesIns,
+    GetPropertiesRes,
+    Parameters,
+    ReconnectIns,
+    Scalar,
+    Status,
+    ndarrays_to_parameters,
+    parameters_to_ndarrays,
+)
 from flwr.server import Server, ServerAppComponents, ServerConfig, SimpleClientManager
+from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 from flwr.serverapp import ServerApp
 from numpy.typing import NDArray
@@ -82,6 +100,45 @@ def serve(strategy: Strategy, app: ClientApp, rounds: int, clients: int = CLIENT
     return server
 
 
-def run(strategy: Strategy, mods: list[Mod], *, rounds: int = 3, fault: Fault | None = None) -> Arrays:
+def run(
+    strategy: Strategy, mods: list[Mod], *, rounds: int = 3, fault: Fault | None = None, clients: int = CLIENTS
+) -> Arrays:
     """The global model after some rounds in the in-process grid."""
-    return parameters_to_ndarrays(serve(strategy, client_app(mods, fault), rounds).parameters)
+    return parameters_to_ndarrays(serve(strategy, client_app(mods, fault), rounds, clients).parameters)
+
+
+OK = Status(Code.OK, "")
+
+
+class Direct(ClientProxy):
+    """A client in this process, without any engine: as start_server's, which has a name of its own a connection."""
+
+    def __init__(self, cid: str, client: Client | None = None) -> None:
+        super().__init__(cid)
+        self.client = client or Trainer(0).to_client()
+
+    def get_properties(self, ins: GetPropertiesIns, timeout: float | None, group_id: int | None) -> GetPropertiesRes:
+        return self.client.get_properties(ins)
+
+    def get_parameters(self, ins: GetParametersIns, timeout: float | None, group_id: int | None) -> GetParametersRes:
+        return self.client.get_parameters(ins)
+
+    def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
+        return self.client.fit(ins)
+
+    def evaluate(self, ins: EvaluateIns, timeout: float | None, group_id: int | None) -> EvaluateRes:
+        return self.client.evaluate(ins)
+
+    def reconnect(self, ins: ReconnectIns, timeout: float | None, group_id: int | None) -> DisconnectRes:
+        return DisconnectRes("")
+
+
+def one_round(
+    strategy: Strategy, server_round: int, parameters: Parameters, manager: SimpleClientManager
+) -> tuple[Parameters, list[dict[str, Scalar]]]:
+    """The model after a round with all clients of the manager, and what each was told."""
+    asked = strategy.configure_fit(server_round, parameters, manager)
+    results = [(client, client.fit(ins, None, server_round)) for client, ins in asked]
+    new, _ = strategy.aggregate_fit(server_round, results, [])
+    assert new is not None
+    return new, [ins.config for _, ins in asked]

@@ -26,10 +26,9 @@ from flwr.common import (
 )
 
 from fedcomp import ConfigError, FedcompError, _validate
-from fedcomp.request import ACK, ACKS, KEY, MODEL_STYPE, PLACE
+from fedcomp.request import KEY, MODEL_STYPE, is_ours
 from fedcomp_clients.mod import CompressMod, compress_mod
 
-_OURS = (KEY, ACK, ACKS, PLACE)
 _NUMBERS = 31  # bits of a client's number that is made of its name
 
 T = TypeVar("T")
@@ -82,7 +81,7 @@ class _CompressedClient(Client):
         """Fit, and compress the update if the server asks for that."""
         if not _concerns(ins):
             return self._client.fit(ins)
-        content = {"config": ConfigRecord({key: ins.config[key] for key in _OURS if key in ins.config})}
+        content = {"config": ConfigRecord({key: value for key, value in ins.config.items() if is_ours(key)})}
         try:
             reply, result = self._through("train", ins, content, lambda p: self._client.fit(FitIns(p, ins.config)))
         except FedcompError as error:

@@ -89,6 +89,8 @@ class CompressMod:
         if reply.has_error() or len(reply.content.array_records) != 1:
             return reply
         key, trained = next(iter(reply.content.array_records.items()))
+        if not has_floats(trained):  # such as a legacy client that declines: its reason is in the status
+            return reply
         try:
             frame, own = self._compress(base, trained, told, received, context, _weight(reply, told.request.weight))
         except LayoutError as error:

@@ -254,7 +254,7 @@ class Compressed(Strategy):
             assert evaluate_fn is not None
             metrics = evaluate_fn(server_round, arrays if self.averaged is None else self.averaged)
             if server_round:
-                self._report(server_round, metrics)
+                self.report(server_round, metrics)
             return metrics
 
         given = None if evaluate_fn is None else evaluate
@@ -641,7 +641,7 @@ class Compressed(Strategy):
         self._accounts.add_evaluation(server_round, checked, sent)
         metrics = None if silent else self._aggregate_evaluations(server_round, checked)
         if not self._reports_later:
-            self._report(server_round, metrics)
+            self.report(server_round, metrics)
         return metrics
 
     def _evaluate(self, server_round: int, replies: list[Reply]) -> None:
@@ -664,7 +664,7 @@ class Compressed(Strategy):
 
     # --- what a round leaves behind ----------------------------------------------------------------------------------
 
-    def _report(self, server_round: int, metrics: MetricRecord | None) -> None:
+    def report(self, server_round: int, metrics: MetricRecord | None) -> None:
         """Log the line about a round, where Flower logs what it does."""
         of_round = server_round
         if metrics is None and self._evaluations is not None and self._evaluations.metrics:

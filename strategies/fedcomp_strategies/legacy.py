@@ -18,7 +18,7 @@ from flwr.serverapp import Grid
 from fedcomp import Codec, ConfigError, Plan
 from fedcomp.schedule import Schedule
 from fedcomp_strategies.compressed import Compressed
-from fedcomp_strategies.legacy_adapter import LegacyAdapter, node_id
+from fedcomp_strategies.legacy_adapter import LegacyAdapter, node_id, numbers_in
 from fedcomp_strategies.legacy_records import to_parameters
 from fedcomp_strategies.traffic import RoundTraffic
 
@@ -38,7 +38,7 @@ class CompressedStrategy(legacy.Strategy):
 
     Args:
         strategy: the strategy to wrap.
-        uplink, options: see Compressed. `compact` and `evaluation` are not among them.
+        uplink, options: see Compressed. `budgets`, `compact` and `evaluation` are not among them.
 
     Attributes:
         strategy: the one that is wrapped, whose attributes can be read from this one too.
@@ -58,7 +58,7 @@ class CompressedStrategy(legacy.Strategy):
                 "FedXgbNnAvg sends pairs of a network and trees, which Flower itself cannot carry as Parameters any "
                 "more; use FedXgbBagging, or a strategy for networks"
             )
-        if unknown := {"compact", "evaluation"} & options.keys():
+        if unknown := {"budgets", "compact", "evaluation"} & options.keys():  # clients have no way to tell the server
             raise ConfigError(f"{sorted(unknown)[0]}: the legacy API has no such choice; leave it out")
         self.strategy = strategy
         self._adapter = LegacyAdapter(strategy)
@@ -75,7 +75,7 @@ class CompressedStrategy(legacy.Strategy):
 
     @property
     def traffic(self) -> list[RoundTraffic]:
-        """One RoundTraffic a round of fitting."""
+        """One RoundTraffic a round of fitting; `wire_up` is that of Flower's SuperLink, not of start_server."""
         return self.compressed.traffic
 
     def summary(self) -> None:
@@ -113,6 +113,8 @@ class CompressedStrategy(legacy.Strategy):
         """The inner strategy's instructions, with the model packed as for fitting, or its moving average."""
         arrays, grid = self._adapter.given(parameters, client_manager), _grid(client_manager)
         messages = list(self.compressed.configure_evaluate(server_round, arrays, ConfigRecord(), grid))
+        if not messages:
+            self.compressed.report(server_round, self._adapter.said)
         return self._adapter.instructions(messages, EvaluateIns)
 
     def aggregate_evaluate(
@@ -126,7 +128,9 @@ class CompressedStrategy(legacy.Strategy):
     def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
         """The inner strategy's; with `average`, of the moving average."""
         averaged = self.compressed.averaged if server_round else None
-        return self.strategy.evaluate(server_round, parameters if averaged is None else to_parameters(averaged))
+        evaluation = self.strategy.evaluate(server_round, parameters if averaged is None else to_parameters(averaged))
+        self._adapter.said = None if evaluation is None else numbers_in(evaluation)
+        return evaluation
 
 
 class _Clients:

@@ -40,6 +40,7 @@ class LegacyAdapter(Adapter):
         manager: who the clients are.
         metrics: what the last aggregate_fit made of all.
         evaluation: what the last aggregate_evaluate made.
+        said: numbers of the server's own evaluation of the round, to be logged; None: there was none.
     """
 
     weighted_by_key = _WEIGHT
@@ -50,6 +51,7 @@ class LegacyAdapter(Adapter):
         self.manager: ClientManager | None = None
         self.metrics: dict[str, Scalar] = {}
         self.evaluation: tuple[float | None, dict[str, Scalar]] = None, {}
+        self.said: MetricRecord | None = None
         self._known: list[tuple[Parameters, ArrayRecord]] = []
         self._told: list[tuple[ClientProxy, FitIns | EvaluateIns]] = []
         self._results: Sequence[tuple[ClientProxy, Any]] = ()
@@ -108,9 +110,12 @@ class LegacyAdapter(Adapter):
         return messages + [_failed(node, told) for node, _ in zip(silent, reasons, strict=False)]
 
     def _reply(self, index: int, client: ClientProxy, result: Any) -> Message:
-        records: dict[str, Any] = {"metrics": MetricRecord({_WEIGHT: _weight(result.num_examples)})}
+        records: dict[str, Any] = {"weight": MetricRecord({_WEIGHT: _weight(result.num_examples)})}
         if isinstance(result, FitRes):
             records["parameters"] = to_record(result.parameters)
+        else:
+            records["loss"] = ConfigRecord()
+        records |= {"metrics": ConfigRecord(), "status": ConfigRecord()}  # as many as Flower sends, for the count
         return _message(RecordDict(records), _metadata(node_id(client), _SERVER, identifier=str(index)))
 
     # --- as Compressed calls it --------------------------------------------------------------------------------------
@@ -133,7 +138,8 @@ class LegacyAdapter(Adapter):
         self._told = list(told)
         return [
             _message(
-                RecordDict({"parameters": self._record(ins.parameters)}), _metadata(_SERVER, node_id(client), kind)
+                RecordDict({"parameters": self._record(ins.parameters), "config": ConfigRecord()}),
+                _metadata(_SERVER, node_id(client), kind),
             )
             for client, ins in self._told
         ]
@@ -152,10 +158,10 @@ class LegacyAdapter(Adapter):
         return (None if parameters is None else self._record(parameters)), MetricRecord()
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Have the legacy strategy aggregate; what it makes is in `evaluation`."""
+        """Have the legacy strategy aggregate; what it makes is in `evaluation`, numbers for the log are returned."""
         results, failures = self._sorted(replies)
         self.evaluation = self.strategy.aggregate_evaluate(server_round, [result for _, result in results], failures)
-        return None
+        return numbers_in(self.evaluation) if self.said is None else self.said
 
     def _sorted(self, replies: Iterable[Message]) -> tuple[list[tuple[Message, tuple[ClientProxy, Any]]], list[Any]]:
         """Replies with the results they were made of, and all failures: Flower's, and replies that were refused."""
@@ -208,6 +214,12 @@ def _message(content: RecordDict, metadata: Metadata) -> Message:
 def _failed(node: int, reason: str) -> Message:
     message: Message = Message(error=Error(0, reason), metadata=_metadata(node, _SERVER))  # type: ignore[call-overload]
     return message
+
+
+def numbers_in(evaluation: tuple[float | None, dict[str, Scalar]]) -> MetricRecord:
+    """The loss and those metrics that are numbers."""
+    told: dict[str, Any] = {"loss": evaluation[0], **evaluation[1]}
+    return MetricRecord({k: v for k, v in told.items() if isinstance(v, int | float) and not isinstance(v, bool)})
 
 
 def _weight(told: object) -> int | float:
