@@ -112,7 +112,9 @@ CASES: dict[str, tuple[str, Callable[[], legacy.Strategy]]] = {
     ),
     "DifferentialPrivacyClientSideAdaptiveClipping": (
         MODELS,
-        lambda: legacy.DifferentialPrivacyClientSideAdaptiveClipping(fedavg(), 0.0, CLIENTS, clipped_count_stddev=0.0),
+        lambda: legacy.DifferentialPrivacyClientSideAdaptiveClipping(
+            fedavg(), 0.0, CLIENTS, initial_clipping_norm=10.0, clipped_count_stddev=0.0
+        ),
     ),
     "FedAvgAndroid": (PLAINLY, lambda: legacy.FedAvgAndroid(**given(initial_parameters=raw(start_arrays())))),
     "FedXgbBagging": (PLAINLY, lambda: legacy.FedXgbBagging(**QUIET)),
