@@ -50,6 +50,7 @@ from fedcomp_strategies.averaging import traits_of
 from fedcomp_strategies.legacy import CompressedStrategy, Failure
 from fedcomp_strategies.legacy_adapter import node_id
 from fedcomp_strategies.legacy_records import to_parameters, to_record
+from fedcomp_strategies.records import views
 from fedcomp_strategies.traffic import objects_in, transport
 
 MEAN, MODELS, PLAINLY = "works, given the mean", "works, given every client's model", "works, uncompressed"
@@ -211,6 +212,23 @@ def test_what_is_no_array_passes_through(name: str) -> None:
     assert [traffic.failures for traffic in strategy.traffic] == [0, 0, 0]
 
 
+def test_formats_of_the_users_own_pass_through() -> None:
+    """As in Flower's tutorial on serialization, which puts compressed sparse matrices where arrays are expected."""
+
+    class Sparse(legacy.FedAvg):
+        def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
+            assert [result.parameters.tensors[0][-1:] for _, result in results] == [b"!"] * CLIENTS
+            return Parameters([results[0][1].parameters.tensors[0]], "numpy.ndarray"), {}
+
+    class Zipping(Client):
+        def fit(self, ins: FitIns) -> FitRes:
+            return FitRes(OK, Parameters([ins.parameters.tensors[0] + b"!"], "numpy.ndarray"), 1, {})
+
+    strategy = CompressedStrategy(Sparse(**given(initial_parameters=Parameters([b"PK"], "numpy.ndarray"))), "sign")
+    server = serve(strategy, client_app([mod()], client=lambda partition: Zipping()), 2)
+    assert server.parameters == Parameters([b"PK!!"], "numpy.ndarray")
+
+
 def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ConfigError, match="pairs of a network and trees"):
         CompressedStrategy(CASES["FedXgbNnAvg"][1](), "sign")
@@ -366,6 +384,8 @@ def test_differences_go_down_and_the_average_is_what_is_evaluated() -> None:
     close(evaluated[-1], averaged)
     close(evaluated[0], start_arrays())
     assert np.abs(newest[0] - evaluated[-1][0]).max() > 0.01
+    strategy.evaluate(0, start_parameters())  # another training begins
+    close(evaluated[-1], start_arrays())
 
 
 @pytest.mark.parametrize(
@@ -610,6 +630,7 @@ def test_ids_of_clients_are_numbers_that_stay() -> None:
 )
 def test_parameters_come_back_from_records(parameters: Parameters) -> None:
     assert to_parameters(to_record(parameters)) == parameters
+    assert len(views(to_record(parameters))) == (4 if parameters == start_parameters() else 0)
 
 
 def test_acknowledgements_are_read_from_lists_and_from_text() -> None:

@@ -147,6 +147,15 @@ def test_a_client_is_who_it_is_once() -> None:
         wrap_numpy_client(Trainer(0), name=7)  # type: ignore[arg-type]
 
 
+def test_names_are_told_apart_on_one_machine(tmp_path: Path) -> None:
+    strategy, manager = CompressedStrategy(fedavg(5), "topk(0.02)", feedback="ef"), SimpleClientManager()
+    for name in "abcde":
+        client = wrap_numpy_client(Trainer(0), name=name, mod=CompressMod(FileStore(tmp_path)))
+        manager.register(Direct(name, client))
+    one_round(strategy, 1, start_parameters(), manager)
+    assert len(list(tmp_path.rglob("*.memory"))) == 5
+
+
 # --- secure aggregation ----------------------------------------------------------------------------------------------
 
 
