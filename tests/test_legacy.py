@@ -46,6 +46,7 @@ from fedcomp.request import ACKS, KEY, MODEL_STYPE, STYPE, Request
 from fedcomp_clients import CompressMod, MemoryModelCache, MemoryStore
 from fedcomp_clients.legacy import wrap_client
 from fedcomp_clients.told import Told
+from fedcomp_strategies import Compressed
 from fedcomp_strategies.averaging import traits_of
 from fedcomp_strategies.legacy import CompressedStrategy, Failure
 from fedcomp_strategies.legacy_adapter import node_id
@@ -644,3 +645,8 @@ def test_acknowledgements_are_read_from_lists_and_from_text() -> None:
     read = Told.of(Message(content=RecordDict({"c": config}), metadata=metadata))  # type: ignore[call-overload]
     assert read is not None
     assert read.acks == {}
+
+
+def test_the_wrapper_of_the_other_api_says_which_one_to_use() -> None:
+    with pytest.raises(ConfigError, match=r"CompressedStrategy of fedcomp_strategies\.legacy"):
+        Compressed(legacy.FedAvg(), "int8")  # type: ignore[arg-type]

@@ -374,6 +374,8 @@ def test_budgets_of_nodes_are_looked_at_before_training() -> None:
         Compressed(FedAvg(), "auto", budget="2 kB", budgets={"link=nbiot": "few"})
     with pytest.raises(ConfigError, match="keeps to budgets"):
         Compressed(FedAvg(), "int8", budgets={"link=nbiot": "200 B"})
+    with pytest.raises(ConfigError, match="compact"):
+        Compressed(FedAvg(), "auto", budget="2 kB", budgets={"link=nbiot": "200 B"}, compact=False)
     with pytest.raises(BudgetError, match="give at least"):
         fleet(budget="250 B", budgets={"link=nbiot": "10 B"})
 

@@ -142,6 +142,11 @@ class Compressed(Strategy):
         evaluation: str = "messages",
         compact: bool = True,
     ) -> None:
+        if hasattr(strategy, "configure_fit"):
+            raise ConfigError(
+                f"{type(strategy).__name__} is a strategy of Flower's legacy API: wrap it in CompressedStrategy of "
+                "fedcomp_strategies.legacy"
+            )
         _validate.one_of(choices=("mean", "max"), integers=integers)
         _validate.flag(mixed_fleet=mixed_fleet)
         _validate.flag(shared=shared)
@@ -177,6 +182,8 @@ class Compressed(Strategy):
         """Refuse what cannot work before the run, and say what will not work well."""
         if isinstance(self.strategy, Compressed):
             raise ConfigError(f"{type(self.strategy).__name__} compresses already: wrap Flower's own strategy, once")
+        if self._uplink.has_node_budgets and not self._compact:
+            raise ConfigError("budgets of nodes need compact replies, which compact=False rules out")
         if self._evaluations is not None and not self._compact:
             raise ConfigError("evaluation='piggyback' needs compact replies, which compact=False rules out")
         if self._evaluations is not None and self._moving is not None:

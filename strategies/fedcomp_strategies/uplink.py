@@ -53,6 +53,11 @@ class Uplink:
         """All plans of the schedule."""
         return self._schedule.plans()
 
+    @property
+    def has_node_budgets(self) -> bool:
+        """Whether nodes may have budgets of their own."""
+        return bool(self._budgets)
+
     def restart(self) -> None:
         """Another training begins: forget what was learnt."""
         self._learnt = {}
