@@ -179,6 +179,17 @@ def test_the_configuration_describes_a_strategy() -> None:
     assert strategy._wanted_cap is None
 
 
+def test_every_simple_option_of_compressed_has_a_key() -> None:
+    config: dict[str, Value] = {
+        "fedcomp-min-replies": 3, "fedcomp-evaluation": "piggyback", "fedcomp-budgets": "link=lte: 2 kB"
+    }  # fmt: skip
+    strategy = CompressedFedAvg.from_config(config)
+    assert strategy.min_replies == 3
+    assert strategy._evaluations is not None
+    with pytest.raises(ConfigError, match="link"):
+        CompressedFedAvg.from_config({"fedcomp-budgets": "link: much"})
+
+
 def test_settings_are_the_arguments_of_compressed() -> None:
     assert settings({}) == {"uplink": "auto", "budget": "1/300"}
     assert settings({"fedcomp-budget": "2 kB", "lr": 1}) == {"uplink": "auto", "budget": "2 kB"}
