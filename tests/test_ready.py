@@ -1,6 +1,8 @@
 """Ready-made strategies and options from an app's configuration."""
 
 import pickle
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -196,6 +198,13 @@ def test_settings_are_the_arguments_of_compressed() -> None:
     assert settings({"fedcomp-average": 0}, uplink="int8") == {"uplink": "int8", "average": 0}
     assert settings({"fedcomp-uplink": "sign"}, budget="2 kB", seed=3) == {"uplink": "sign", "seed": 3}
     assert isinstance(Compressed(FedAvg(), **settings({"fedcomp-seed": 5})), Strategy)
+
+
+def test_the_configuration_in_the_documentation_works() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "flower.md").read_text()
+    config = tomllib.loads(page.split("```toml")[1].split("```")[0])["tool"]["flwr"]["app"]["config"]
+    strategy = CompressedFedAvg.from_config(config)
+    assert (strategy.rounds, strategy.fraction_train, strategy.min_available_nodes) == (60, 0.1, 10)
 
 
 @pytest.mark.parametrize(
