@@ -40,6 +40,7 @@ from legacy_app import (
     start_arrays,
     start_parameters,
 )
+from marked import check_section
 
 from fedcomp import ConfigError, Plan, TopK
 from fedcomp.request import ACKS, KEY, MODEL_STYPE, STYPE, Request
@@ -133,6 +134,15 @@ CLIENTS_OF: dict[str, Callable[[int], Client]] = {
 def rows() -> list[tuple[str, str]]:
     """(strategy, what becomes of it) for the documentation; checked by the tests below."""
     return [(name, verdict) for name, (verdict, _) in CASES.items()]
+
+
+def test_the_table_in_the_documentation_is_what_these_tests_check() -> None:
+    lines = [
+        "| strategy | in `CompressedStrategy` |",
+        "|---|---|",
+        *(f"| `{name}` | {told} |" for name, told in rows()),
+    ]
+    check_section("strategies.md", "legacy", "".join(f"{line}\n" for line in lines))
 
 
 def raw(arrays: Arrays) -> Parameters:
