@@ -89,7 +89,7 @@ def as_budgets(given: Mapping[str, str] | str | None) -> dict[str, str]:
     {'link=nbiot': '200 B', 'link=lte': '2 kB'}
     """
     if isinstance(given, str):
-        pairs = [entry.rpartition(":") for entry in given.split(",") if entry.strip()]
+        pairs = [entry.partition(":") for entry in given.split(",") if entry.strip()]
         given = {condition.strip(): budget.strip() for condition, _, budget in pairs}
     for condition, budget in (given or {}).items():
         name, equals, value = str(condition).partition("=")

@@ -89,15 +89,15 @@ class Envelope:
         titles = [title for title in listed if isinstance(title, str)] if isinstance(listed, list) else []
         if titles != listed:
             raise FrameError("compact reply: expected a list of the records in it")
-        values: list[dict[str, Value]] = [{} for _ in titles]
+        held: dict[str, dict[str, Value]] = {str(index): {} for index in range(len(titles))}
         for key, value in told.items():
             if key in (_FRAME, _ARRAYS, _RECORDS, _OWN):
                 continue
             number, dot, name = key.partition(".")
-            if not dot or not number.isascii() or not number.isdigit() or int(number) >= len(values):
-                raise FrameError(f"compact reply: value {key[:80]!r} belongs to none of its {len(values)} records")
-            values[int(number)][name] = value
-        entries = tuple(_entry(title, held) for title, held in zip(titles, values, strict=True))
+            if not dot or number not in held:
+                raise FrameError(f"compact reply: value {key[:80]!r} belongs to none of its {len(held)} records")
+            held[number][name] = value
+        entries = tuple(_entry(title, values) for title, values in zip(titles, held.values(), strict=True))
         names = [(entry.kind[:-1], entry.name) for entry in entries]
         if len(set(names)) < len(names) or ("", arrays) in names:
             raise FrameError(f"compact reply: several records of the same name among {titles[:10]}")

@@ -72,7 +72,9 @@ def test_envelopes_come_back(frame: bytes, arrays: str, listed: list[Entry], own
     assert Envelope.from_mapping(envelope.to_mapping()) == envelope
 
 
-keys = st.sampled_from(["frame", "arrays", "records", "own", "0.x", "1.x", "00.x", "x", "-1.x", "²."])
+keys = st.sampled_from(
+    ["frame", "arrays", "records", "own", "0.x", "1.x", "00.x", "x", "-1.x", "².", f"{'9' * 5000}.x"]
+)
 values = scalars | st.just("") | st.lists(st.sampled_from(["m:a", "c:a", "em:b", "z:c", ":", "m:"]), max_size=3)
 
 

@@ -370,8 +370,9 @@ def test_nodes_keep_to_budgets_of_their_own(feedback: str, shared: bool) -> None
 def test_budgets_of_nodes_are_looked_at_before_training() -> None:
     with pytest.raises(ConfigError, match="expected conditions"):
         Compressed(FedAvg(), "auto", budget="2 kB", budgets={"nbiot": "200 B"})
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Compressed(FedAvg(), "auto", budget="2 kB", budgets={"link=nbiot": "few"})
+    for budgets in ({"link=nbiot": "few"}, "link=nbiot: 500 B | 10: 2 kB"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            Compressed(FedAvg(), "auto", budget="2 kB", budgets=budgets)
     with pytest.raises(ConfigError, match="keeps to budgets"):
         Compressed(FedAvg(), "int8", budgets={"link=nbiot": "200 B"})
     with pytest.raises(ConfigError, match="compact"):

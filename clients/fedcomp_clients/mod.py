@@ -50,7 +50,8 @@ class CompressMod:
     def evaluates(self, function: ClientAppCallable) -> ClientAppCallable:
         """Have this function evaluate the received model within train messages, if the server wants that.
 
-        Then a round costs one message instead of two. Used beside Flower's own decorator:
+        Then a round costs one message instead of two. Used beside Flower's own decorator; a process with several apps
+        needs a CompressMod for each:
 
             @app.evaluate()
             @compress_mod.evaluates

@@ -17,7 +17,8 @@ from fedcomp_clients.order import CLIPPING_NORM
 log = logging.getLogger("fedcomp")
 
 OWN_BUDGET = "fedcomp-budget"
-"""Key of a node's own configuration (``flower-supernode --node-config``): the most bytes that its uploads may take."""
+"""Key of a node's own configuration (``flower-supernode --node-config``): the most bytes that its uploads may take where
+the server asks for codecs that keep to budgets, that is `auto`."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Told:
         """The plan for this node: the server's, with the budget that holds for it where that is not the common one.
 
         The first of the server's budgets whose condition the node's configuration meets is kept to by each upload. The
-        node's own `fedcomp-budget` is the most that any upload of it may take, whatever the server says.
+        node's own `fedcomp-budget` is the most that any upload of it may take, whatever budget the server gives.
 
         Args:
             parameters: how many the model has, for budgets in bits per parameter.

@@ -108,7 +108,7 @@ class Compressed(Strategy):
         budgets: budgets of nodes whose configuration (``flower-supernode --node-config``) has some value, which each of
             their uploads keeps to instead of the common one: ``{"link=nbiot": "200 B", "link=lte": "2 kB"}``, or as a
             text, "link=nbiot: 200 B, link=lte: 2 kB". Only with "auto". A node's own ``fedcomp-budget`` is never
-            exceeded, whatever is said here.
+            exceeded, whatever budget is given here.
         min_replies: how many usable replies a round needs for the model to change.
         evaluation: "messages": after each round, as the inner strategy does it. "piggyback": nodes that train evaluate
             the model that they receive, and their replies bring the metrics, so that a round costs one message a node
