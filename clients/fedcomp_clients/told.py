@@ -17,8 +17,8 @@ from fedcomp_clients.order import CLIPPING_NORM
 log = logging.getLogger("fedcomp")
 
 OWN_BUDGET = "fedcomp-budget"
-"""Key of a node's own configuration (``flower-supernode --node-config``): the most bytes that its uploads may take where
-the server asks for codecs that keep to budgets, that is `auto`."""
+"""Key of a node's own configuration (``flower-supernode --node-config``): the most bytes that its uploads may take
+where the server asks for a codec that keeps to budgets, that is `auto`."""
 
 
 @dataclass(frozen=True)
