@@ -88,6 +88,8 @@ def as_budgets(given: Mapping[str, str] | str | None) -> dict[str, str]:
     >>> as_budgets("link=nbiot: 200 B, link=lte: 2 kB")
     {'link=nbiot': '200 B', 'link=lte': '2 kB'}
     """
+    if not isinstance(given, Mapping | str | None):
+        raise ConfigError(f"budgets: expected a mapping or a text, got {type(given).__name__}")
     if isinstance(given, str):
         pairs = [entry.partition(":") for entry in given.split(",") if entry.strip()]
         given = {condition.strip(): budget.strip() for condition, _, budget in pairs}
@@ -107,12 +109,26 @@ def budget_of(budgets: Mapping[str, str], properties: Mapping[str, object]) -> s
 
     >>> budget_of({"link=nbiot": "200 B", "link=lte": "2 kB"}, {"link": "lte", "partition-id": 3})
     '2 kB'
+    >>> budget_of({"metered=true": "200 B"}, {"metered": True})
+    '200 B'
     """
     for condition, budget in budgets.items():
         name, _, value = condition.partition("=")
-        if name.strip() in properties and str(properties[name.strip()]) == value.strip():
+        if name.strip() in properties and _means(value.strip(), properties[name.strip()]):
             return budget
     return ""
+
+
+def _means(text: str, value: object) -> bool:
+    """Whether a text stands for a value of a node's configuration, which is written in TOML."""
+    if isinstance(value, bool):
+        return text.lower() == str(value).lower()
+    if isinstance(value, int | float):
+        try:
+            return float(text) == value
+        except ValueError:
+            return False
+    return text == value
 
 
 def phases(given: str | float) -> tuple[tuple[int, str], ...]:

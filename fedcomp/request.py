@@ -47,6 +47,9 @@ MODEL_AT = "fedcomp-model-at"
 DECLINED = "fedcomp-declined"
 """Name of a record in a plain reply; its entry `reason` says why the client could not do what was asked for."""
 
+OWN = "fedcomp-own-budget"
+"""Name of a record beside a frame that is an array: the frame keeps to a budget of this client's own."""
+
 EVALUATE = "fedcomp-evaluate"
 """True where the received model is to be evaluated before it is trained. Keys `fedcomp-evaluate.<key>` are the
 configuration of that evaluation."""

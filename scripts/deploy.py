@@ -25,12 +25,10 @@ What changes on real machines:
 
 import argparse
 import re
-import signal
 import sys
 import tempfile
 import tomllib
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from fedcomp import FedcompError
@@ -44,7 +42,6 @@ FAILED, INTERRUPTED = 1, 130
 def main() -> int:
     """Deploy, run, stop. Returns the exit code."""
     options = parse()
-    signal.signal(signal.SIGTERM, interrupt)  # so that `kill` stops everything too
     try:
         deploy(options)
     except FedcompError as error:
@@ -74,11 +71,6 @@ def deploy(options: argparse.Namespace) -> None:
 def show(text: str) -> None:
     """Pass on what the ServerApp logs."""
     print(text, end="", flush=True)
-
-
-def interrupt(number: int, frame: FrameType | None) -> None:
-    """End as after Ctrl-C."""
-    raise KeyboardInterrupt
 
 
 def parse() -> argparse.Namespace:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fedcomp import ConfigError, FrameError, TopK
 from fedcomp.envelope import CONFIG, EVALUATION, METRICS, Entry, Envelope
-from fedcomp.request import COMPACT, KEY, MODEL
+from fedcomp.request import COMPACT, DECLINED, KEY, MODEL
 from fedcomp_clients import CompressMod, MemoryModelCache, MemoryStore
 from fedcomp_strategies import Compressed
 from fedcomp_strategies import compact as server_side
@@ -250,6 +250,43 @@ def test_a_client_that_cannot_do_what_is_asked_replies_plainly_and_says_why_once
     ]
 
 
+def test_older_clients_fail_once_where_all_were_said_to_be_new() -> None:
+    """They look for the model among the arrays."""
+
+    def older(message: Message, context: Context, call_next: Any) -> Message:
+        config = message.content.config_records["config"]
+        config.pop(COMPACT, None)
+        if MODEL in config:
+            raise KeyError("arrays")
+        return client(message, context, call_next)
+
+    client, strategy = mod(), Compressed(FedAvg(**QUIET), "int8", mixed_fleet=False)
+    run(strategy, [older], rounds=4)
+    assert [t.failures for t in strategy.traffic] == [CLIENTS, 0, 0, 0]
+
+
+def test_a_client_cannot_write_lines_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def forger(message: Message, context: Context, call_next: Any) -> Message:
+        reply: Message = call_next(message, context)
+        reply.content[DECLINED] = ConfigRecord({"reason": "a\nERROR: fake\n" + "b" * 1000})
+        return reply
+
+    with caplog.at_level(logging.INFO, logger="fedcomp"):
+        run(Compressed(FedAvg(**QUIET), "int8"), [forger], rounds=1)
+    told = [r.getMessage() for r in caplog.records if "fake" in r.getMessage()]
+    assert len(told) == CLIENTS
+    assert all("\n" not in text and len(text) < 500 for text in told)
+
+
+def test_an_app_may_have_a_record_of_our_name() -> None:
+    def odd(reply: Message, context: Context, round_: int) -> None:
+        reply.content[KEY] = ConfigRecord({"text": ""})
+
+    strategy = Compressed(FedAvg(**QUIET), "int8")
+    same(run(strategy, [mod()], fault=odd), run(Compressed(FedAvg(**QUIET), "int8"), [mod()]))
+    assert not any(t.failures for t in strategy.traffic)
+
+
 def test_plain_replies_are_told_of_once_a_node(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="fedcomp"):
         run(Compressed(FedAvg(**QUIET), "int8"), [])
@@ -319,12 +356,27 @@ def test_an_evaluation_that_fails_costs_no_training(caplog: pytest.LogCaptureFix
     same(arrays(result.arrays), arrays(usual))
 
 
-def test_clients_that_cannot_evaluate_just_train() -> None:
+def test_where_no_client_evaluates_along_messages_do_it(caplog: pytest.LogCaptureFixture) -> None:
     strategy = Compressed(FedAvg(), "int8", evaluation="piggyback")
     with OrderedGrid(client_app([mod()], evaluate=True), CLIENTS) as grid:
         result = strategy.start(grid, record(start_model()), num_rounds=3)
-    assert list(result.evaluate_metrics_clientapp) == [3]
+    assert list(result.evaluate_metrics_clientapp) == [1, 2, 3]
     assert not any(t.failures for t in strategy.traffic)
+    assert caplog.text.count("mark the function of the ClientApp by @compress_mod.evaluates") == 1
+
+
+def test_two_apps_with_one_mod_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+    def evaluate(message: Message, context: Context) -> Message:
+        raise NotImplementedError
+
+    client = mod()
+    client.evaluates(evaluate)
+    client.evaluates(evaluate)  # a module that is loaded again
+    assert not caplog.records
+    evaluate.__module__ = "another_app"
+    client.evaluates(evaluate)
+    client.evaluates(lambda message, context: message)
+    assert "give each app a CompressMod of its own" in caplog.text
 
 
 @pytest.mark.parametrize(

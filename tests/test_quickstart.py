@@ -90,7 +90,7 @@ def test_the_script_deploys_it_and_leaves_nothing_running(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_script_stops_everything_when_it_is_stopped(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--folder", str(tmp_path / "run")]
     with subprocess.Popen(command, env=os.environ | ENVIRONMENT, stderr=subprocess.PIPE, text=True) as script:

@@ -14,6 +14,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, Strateg
 
 import fedcomp
 from fedcomp import Auto, BudgetError, CAFe, ConfigError, ErrorFeedback, Feedback, Layout, NoFeedback, Plan, Tensor
+from fedcomp.budget import budget_of
 from fedcomp.request import KEY, PLACE, Request
 from fedcomp_clients import CompressMod, MemoryModelCache, MemoryStore
 from fedcomp_strategies import Compressed
@@ -365,6 +366,39 @@ def test_nodes_keep_to_budgets_of_their_own(feedback: str, shared: bool) -> None
     rest = np.array(by_node[3:])
     assert rest.mean() == pytest.approx(250, rel=0.08)  # the others' budget is not changed by them
     assert shared or rest.max() <= 250
+
+
+def test_own_budgets_leave_the_others_alone_without_compact_replies_too() -> None:
+    strategy, sizes = fleet(budget="250 B", compact=False)
+    assert not any(t.failures for t in strategy.traffic)
+    by_node = [[sizes.found[round_, node] for round_ in range(5, 13)] for node in range(CLIENTS)]
+    assert max(by_node[2]) <= 215
+    assert np.mean([sizes for node, sizes in enumerate(by_node) if node != 2]) == pytest.approx(250, rel=0.08)
+
+
+def test_conditions_read_values_as_toml_has_them() -> None:
+    properties = {"metered": True, "rate": 20.0, "link": "lte", "cell": 7}
+    for condition in ("metered=true", "metered = True", "rate=20", "link=lte", "cell=7", "cell=7.0"):
+        assert budget_of({condition: "200 B"}, properties) == "200 B"
+    for condition in ("metered=1", "rate=fast", "link=LTE", "cell=8", "other=7"):
+        assert budget_of({condition: "200 B"}, properties) == ""
+
+
+def test_a_nodes_own_budget_under_another_codec_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    with OrderedGrid(client_app([mod()]), CLIENTS) as grid:
+        grid.context(grid.get_node_ids()[0]).node_config["fedcomp-budget"] = "100 B"
+        Compressed(FedAvg(**ALONE), "int8").start(grid, record(start_model()), num_rounds=3)
+    assert caplog.text.count("fedcomp-budget allows 100") == 1
+
+
+def test_a_training_that_was_refused_leaves_nothing_behind() -> None:
+    strategy = fedavg(budget="0.1 bits")
+    small = {"w": np.ones((20, 20), np.float32)}
+    with pytest.raises(BudgetError, match="is 5 bytes"):
+        run(strategy, [mod()], model=small, rounds=1)
+    big = {"w": np.random.default_rng(0).standard_normal((300, 300)).astype(np.float32)}
+    run(strategy, [mod()], model=big, rounds=1)
+    assert strategy.traffic[-1].failures == 0
 
 
 def test_budgets_of_nodes_are_looked_at_before_training() -> None:

@@ -7,7 +7,7 @@ from copy import copy
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from fedcomp.envelope import CONFIG, EVALUATION, METRICS, Entry, Envelope, fits
-from fedcomp.request import KEY, MODEL, MODEL_AT, MODEL_STYPE, STYPE
+from fedcomp.request import KEY, MODEL, MODEL_AT, MODEL_STYPE, OWN, STYPE
 
 log = logging.getLogger("fedcomp")
 
@@ -34,21 +34,26 @@ def unpacked(content: RecordDict, key: str, model: ArrayRecord) -> RecordDict:
     return RecordDict({key: model, **rest})
 
 
-def with_frame(content: RecordDict, key: str, frame: bytes) -> RecordDict:
-    """The reply's content with a frame in the place of the model, which is in the record of that name."""
+def with_frame(content: RecordDict, key: str, frame: bytes, own: bool) -> RecordDict:
+    """The reply's content with a frame in the place of the model, which is in the record of that name.
+
+    Args:
+        content: of the reply, as the app made it.
+        key: name of the record with the model.
+        frame: of its update.
+        own: whether the frame keeps to a budget of this node's own.
+    """
     packed = Array(dtype="uint8", shape=(len(frame),), stype=STYPE, data=frame)
-    return RecordDict({**content, key: ArrayRecord({KEY: packed})})
+    said = {OWN: ConfigRecord({"own": True})} if own else {}
+    return RecordDict({**content, key: ArrayRecord({KEY: packed}), **said})
 
 
 def compacted(content: RecordDict, key: str, frame: bytes, evaluation: RecordDict | None, own: bool) -> RecordDict:
     """The same in one record, except that records with empty values travel by themselves.
 
     Args:
-        content: of the reply, as the app made it.
-        key: name of the record with the model.
-        frame: of its update.
+        content, key, frame, own: see `with_frame`.
         evaluation: content of the reply to an evaluation; None: there was none.
-        own: whether the frame keeps to a budget of this node's own.
     """
     entries = {entry.name: entry for entry in _entries(content) if fits(entry.values)}
     told = [entry._replace(kind=EVALUATION + entry.kind) for entry in _entries(evaluation or RecordDict())]

@@ -22,7 +22,7 @@ from fedcomp_clients import order
 from fedcomp_clients.compact import compacted, evaluate, package_in, unpacked, with_frame
 from fedcomp_clients.downlink import FileModelCache, ModelCache, Received, receive
 from fedcomp_clients.state import FileStore, StateStore
-from fedcomp_clients.told import Told
+from fedcomp_clients.told import Told, first_time
 
 log = logging.getLogger("fedcomp")
 
@@ -57,6 +57,11 @@ class CompressMod:
             @compress_mod.evaluates
             def evaluate(message, context): ...
         """
+        if self._evaluation is not None and self._evaluation.__module__ != function.__module__:
+            log.warning(
+                "%s takes the place of %s in evaluations along with training; give each app a CompressMod of its own",
+                function.__qualname__, self._evaluation.__qualname__,
+            )  # fmt: skip
         self._evaluation = function
         return function
 
@@ -97,10 +102,10 @@ class CompressMod:
         except LayoutError as error:
             log.warning("update sent uncompressed: %s", error)
             return reply
-        if told.compact:
+        if told.compact and KEY not in reply.content:  # a record of the app's own
             reply.content = compacted(reply.content, key, frame, evaluation, own)
         else:
-            reply.content = with_frame(reply.content, key, frame)
+            reply.content = with_frame(reply.content, key, frame, own)
         return reply
 
     def _unpack(self, message: Message, context: Context) -> Received | None:
@@ -135,7 +140,8 @@ class CompressMod:
         assert request is not None
         start = {key: array.numpy() for key, array in base.items()}
         new = {key: array.numpy() for key, array in trained.items()}
-        order.warn_of_length(start, new, told.clipping)
+        if (said := order.unclipped(start, new, told.clipping)) and first_time(context, "clipping"):
+            log.warning("%s", said)
         layout, remembers = Layout.of(start), bool(request.feedback.slots)
         plan = told.plan(context, layout.size)
         predictor = None if received is None else received.predictor
@@ -154,6 +160,8 @@ class CompressMod:
             weight=weight,
             dither=None if told.place is None else (cohort_seed(request.seed, request.round), told.place),
         )
+        if (most := told.exceeded(context, layout.size, len(update.frame))) and first_time(context, "budget"):
+            log.warning("this upload takes %d bytes, fedcomp-budget allows %d: only auto keeps to it", *most)
         if self.monitor is not None:
             decoded = decompress(update.frame, start, plan=plan)
             self._monitors.setdefault(name, Monitor(self.monitor)).observe(request.round, start, new, decoded)
@@ -189,9 +197,8 @@ def _weight(reply: Message, key: str) -> float:
 
 def _declined(reply: Message, told: Told, context: Context) -> Message:
     """The plain reply of a client that cannot do what the server asks for, with the reason, which is logged once."""
-    if DECLINED not in context.state:
+    if first_time(context, "declined"):
         log.warning("the server asks for what this fedcomp cannot do, replying uncompressed: %s", told.declined)
-        context.state[DECLINED] = ConfigRecord({"reason": told.declined})
     if told.compact and not reply.has_error():
         reply.content = RecordDict({**reply.content, DECLINED: ConfigRecord({"reason": told.declined})})
     return reply

@@ -3,7 +3,6 @@
 Flower calls ``mods[0]`` first, so the mods before `compress_mod` get its frame instead of a model.
 """
 
-import logging
 import math
 import sys
 from collections.abc import Mapping
@@ -14,8 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import ConfigError
-
-log = logging.getLogger("fedcomp")
 
 CLIPPING_NORM = "clipping_norm"
 """Key by which Flower's wrappers for client-side clipping tell clients how long an update may be."""
@@ -41,21 +38,22 @@ def check_outer() -> None:
         frame = frame.f_back
 
 
-def warn_of_length(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[Any]], norm: object) -> None:
-    """Log a warning if the server counts on an update clipped to `norm` and gets a longer one; None: it does not.
+def unclipped(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[Any]], norm: object) -> str:
+    """What to say if the server counts on an update clipped to `norm` and gets a longer one; "": it does not.
 
     Looks at floating-point tensors of one or more dimensions: Flower's mods leave the others unclipped.
     """
     if isinstance(norm, bool) or not isinstance(norm, int | float):
-        return
+        return ""
     moved = [
         float(np.linalg.norm(after[name].astype(np.float64) - start))
         for name, start in before.items()
         if start.dtype.kind == "f" and start.ndim and name in after and after[name].shape == start.shape
     ]
     length = math.hypot(*moved)
-    if length > norm * 1.001:  # float32 models round
-        log.warning(
-            "the server counts on updates no longer than %.4g, this one has length %.4g: is fixedclipping_mod or "
-            "adaptiveclipping_mod missing after compress_mod?", norm, length,
-        )  # fmt: skip
+    if length <= norm * 1.001:  # float32 models round
+        return ""
+    return (
+        f"the server counts on updates no longer than {norm:.4g}, this one has length {length:.4g}: is "
+        "fixedclipping_mod or adaptiveclipping_mod missing after compress_mod?"
+    )

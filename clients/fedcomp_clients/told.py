@@ -98,6 +98,20 @@ class Told:
             codec = replace(codec, budget=str(own), cap=1.0)
         return replace(plan, codec=codec)
 
+    def exceeded(self, context: Context, parameters: int, size: int) -> tuple[int, int] | None:
+        """The bytes of an upload and of the node's own budget, if the upload takes more; None: it does not."""
+        own = context.node_config.get(OWN_BUDGET)
+        most = None if own is None else _bytes(own, parameters)
+        return None if most is None or size <= most else (size, most)
+
+
+def first_time(context: Context, what: str) -> bool:
+    """Whether something is to be said for the first time in a run; nodes remember it in their context."""
+    key = f"{KEY}-said"
+    said = context.state.config_records.get(key, ConfigRecord())
+    context.state[key] = ConfigRecord({**said, what: True})
+    return what not in said
+
 
 def _bytes(own: Any, parameters: int) -> int:
     try:

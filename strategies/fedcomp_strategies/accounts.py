@@ -86,7 +86,7 @@ class Accounts:
                 log.warning("round %d: node %d: %s", server_round, reply.node, reply.message.error.reason)
             elif reply.notes is None and reply.node in sent.sent and reply.node not in self._plain:
                 self._plain.add(reply.node)  # once, not every round
-                reason = reply.declined or "no fedcomp there, or its update does not fit the model"
+                reason = reply.declined or "no fedcomp there, or one that cannot do what is asked for"
                 log.info(
                     "round %d: node %d replies uncompressed, which is averaged along: %s",
                     server_round, reply.node, reason,

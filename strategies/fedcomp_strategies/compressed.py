@@ -113,7 +113,8 @@ class Compressed(Strategy):
         evaluation: "messages": after each round, as the inner strategy does it. "piggyback": nodes that train evaluate
             the model that they receive, and their replies bring the metrics, so that a round costs one message a node
             instead of two. The metrics of a round's model come with the next round; the last model, under `start`, is
-            evaluated by messages. Clients of the Message API say which function that is: `compress_mod.evaluates`.
+            evaluated by messages, and so are all where no client evaluates along. Clients say which function that is:
+            `compress_mod.evaluates`.
         compact: whether frames, metrics and small models travel inside configurations, which takes fewer requests of
             the transport, to and from clients that can read that. If not, frames and models are arrays.
 
@@ -286,9 +287,9 @@ class Compressed(Strategy):
         messages = list(self.strategy.configure_train(server_round, arrays, config, grid))
         self._bound.announce()
         if not self._begun:
-            self._begun = True
             self._exact |= integers_in(arrays)
             self._settle(arrays, len(messages))
+            self._begun = True
         plan = self._announced(self._feedback.feedback.plan(self._uplink.plan(server_round), server_round))
         self._request = replace(self._request, round=server_round, plan=plan, feedback=self._feedback.feedback)
         asked = Counter(message.metadata.dst_node_id for message in messages)
@@ -387,9 +388,9 @@ class Compressed(Strategy):
         """The inner strategy's evaluate messages, with the model packed as for training.
 
         The moving average, where there is one, is always sent whole: nodes go on holding the model that is trained.
-        With evaluation="piggyback" there are none before the last round.
+        With evaluation="piggyback" there are none before the last round, if clients have evaluated along with training.
         """
-        if self._evaluations is not None and not self._evaluations.is_last(server_round):
+        if self._evaluations is not None and self._evaluations.comes_along(server_round):
             self._round = None
             return []
         averaged = self.averaged
@@ -654,7 +655,10 @@ class Compressed(Strategy):
     def _evaluate(self, server_round: int, replies: list[Reply]) -> None:
         """Take in what replies to train messages say of the model that they were sent."""
         said = [r.evaluation for r in replies if r.evaluation is not None and not r.cause]
-        if self._evaluations is None or not said:
+        if self._evaluations is None:
+            return
+        self._evaluations.heard = bool(said)
+        if not said:
             return
         checked = triage_evaluation(said, weight_key(self.strategy))
         metrics = self._aggregate_evaluations(server_round, checked)

@@ -20,7 +20,8 @@ class Delivery:
     Args:
         downlink: makes the packages; None: models travel as the inner strategy sends them.
         mixed: whether some nodes may not have fedcomp: each gets plain models until it has answered with a frame.
-        compact: whether packages may travel inside configurations, to nodes that look there.
+        compact: whether packages may travel inside configurations, to nodes that look there. If not mixed, that is all
+            but those that have failed and not shown since that they do.
     """
 
     def __init__(self, downlink: Downlink | None, *, mixed: bool, compact: bool) -> None:
@@ -35,6 +36,7 @@ class Delivery:
         """Another training begins: forget the nodes and what they hold."""
         self._aware: set[int] = set()  # nodes that read packages
         self._readers: set[int] = set()  # those of them that look for these in the configuration
+        self._doubted: set[int] = set()  # those that may not
         self._keepers: set[int] = set()  # nodes that keep the model
         for downlink in (self.downlink, self._whole):
             if downlink is not None:
@@ -90,7 +92,7 @@ class Delivery:
             sent.told = dict(downlink.told)
 
     def _reads_compact(self, node: int) -> bool:
-        return self._compact and (not self._mixed or node in self._readers)
+        return self._compact and (node in self._readers or not (self._mixed or node in self._doubted))
 
     def confirm(self, replies: Iterable[Reply], sent: SentRound) -> None:
         """Remember which nodes understand what, and which of them hold the model of this round."""
@@ -102,6 +104,7 @@ class Delivery:
             elif sent.sent and reply.cause in ("error", "stale"):  # perhaps it cannot read packages any more
                 self._aware.discard(reply.node)
                 self._readers.discard(reply.node)
+                self._doubted.add(reply.node)
             if self.downlink is not None and reply.node in sent.packed:
                 self._confirm_model(reply, self.downlink)
 

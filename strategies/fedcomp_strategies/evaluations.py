@@ -1,10 +1,13 @@
 """Evaluations that come along with training: what to ask for, and what has come, by round."""
 
+import logging
 from typing import Any
 
 from flwr.app import ConfigRecord, MetricRecord
 
 from fedcomp.request import EVALUATE
+
+log = logging.getLogger("fedcomp")
 
 
 class Evaluations:
@@ -12,6 +15,7 @@ class Evaluations:
 
     Attributes:
         metrics: by round, as the inner strategy has aggregated them; 0: the initial model.
+        heard: whether any reply to the last train messages has brought an evaluation.
     """
 
     def __init__(self) -> None:
@@ -25,11 +29,19 @@ class Evaluations:
             config: for evaluations.
         """
         self.metrics: dict[int, MetricRecord] = {}
+        self.heard = False
+        self._warned = False
         self._last, self._config = num_rounds, config
 
-    def is_last(self, server_round: int) -> bool:
-        """Whether no training follows this round."""
-        return server_round == self._last
+    def comes_along(self, server_round: int) -> bool:
+        """Whether this round's model will be evaluated along with the next training, so that messages are spared."""
+        if not self.heard and not self._warned:
+            self._warned = True
+            log.warning(
+                "round %d: no client has evaluated along with training: models are evaluated by messages meanwhile; "
+                "mark the function of the ClientApp by @compress_mod.evaluates", server_round,
+            )  # fmt: skip
+        return self.heard and server_round != self._last
 
     def asked(self, server_round: int) -> dict[str, Any]:
         """Entries of a train message's configuration that ask for an evaluation of the model in it."""

@@ -18,6 +18,7 @@ from fedcomp_strategies.records import Model
 log = logging.getLogger("fedcomp")
 
 _AT_CLIENTS = "DifferentialPrivacyClientSide"  # beginnings of the names of the wrappers, in both of Flower's APIs
+_AT_CLIENTS_ONCE = "DPFedAvg"  # and of what legacy apps had before
 _AT_SERVER = "DifferentialPrivacyServerSide"
 
 
@@ -25,14 +26,16 @@ class Bound:
     """What a strategy's privacy asks of decoded models; nothing of those of other strategies."""
 
     def __init__(self, strategy: Strategy) -> None:
-        self._clients = next((s for s in _chain(strategy) if _is(s, _AT_CLIENTS)), None)
+        clients = next((s for s in _chain(strategy) if _is(s, _AT_CLIENTS)), None)
+        before = next((s for s in _chain(strategy) if _is(s, _AT_CLIENTS_ONCE)), None)
+        self._clients, self._norm_of = (before, "clip_norm") if clients is None else (clients, "clipping_norm")
         self._server = any(_is(s, _AT_SERVER) for s in _chain(strategy))
         self._norm: float | None = None
         self._told = False
 
     def announce(self) -> None:
         """Remember the norm that clients are told in this round: the adaptive wrapper changes it afterwards."""
-        self._norm = None if self._clients is None else float(self._clients.clipping_norm)
+        self._norm = None if self._clients is None else float(getattr(self._clients, self._norm_of))
 
     def __call__(self, base: Mapping[str, NDArray[Any]], model: Model, node: int) -> Model:
         """The model as the wrapper may see it: no further from the base than the norm, and not the base itself."""

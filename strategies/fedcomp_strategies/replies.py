@@ -10,11 +10,13 @@ from flwr.serverapp.strategy import Strategy
 
 from fedcomp import FrameError, LayoutError, NonFiniteError, wire
 from fedcomp.errors import RoundError
-from fedcomp.request import DECLINED, STYPE
+from fedcomp.request import DECLINED, OWN, STYPE
 from fedcomp_strategies.aggregator import LARGEST_WEIGHT
 from fedcomp_strategies.compact import expanded, is_compact
 from fedcomp_strategies.records import nbytes
 from fedcomp_strategies.traffic import objects_in
+
+_LONGEST = 300  # characters of a client's words in the log
 
 BAD_REPLY = 900
 """Error code of a reply that arrived but was refused; the reason says why."""
@@ -73,8 +75,9 @@ class Reply:
             return cls(message, about=None if node == message.metadata.src_node_id else node)
         came = cls(message, arrived=True, objects=objects_in(message.content), compact=is_compact(message))
         if not came.compact:
-            declined = message.content.config_records.get(DECLINED, ConfigRecord())
-            return replace(came, payload=_nbytes(message), declined=str(declined.get("reason", "")))
+            said = message.content.config_records
+            reason = " ".join(str(said.get(DECLINED, ConfigRecord()).get("reason", "")).split())[:_LONGEST]
+            return replace(came, payload=_nbytes(message), declined=reason, own_budget=OWN in said)
         try:
             reply, evaluation, own = expanded(message)
         except FrameError as error:

@@ -1,5 +1,6 @@
 """A whole deployment on loopback: one SuperLink, SuperNodes, runs; everything is stopped at the end."""
 
+import contextlib
 import http.client
 import json
 import re
@@ -13,6 +14,7 @@ from typing import Any, Self
 from fedcomp.errors import ConfigError
 from fedcomp_simulations.deployment.environment import UserValue, as_toml, flower_environment, write_federation
 from fedcomp_simulations.deployment.process import LOOPBACK, Child, check_port, free_port
+from fedcomp_simulations.deployment.signals import as_interrupts, uninterrupted
 from fedcomp_simulations.deployment.supernode import SuperNode
 
 FEDERATION = "loopback"
@@ -74,6 +76,7 @@ class Deployment:
         self._simulation = simulation
         self._link: Child | None = None
         self._runs: list[Child] = []
+        self._held = contextlib.ExitStack()
 
     @property
     def address(self) -> str:
@@ -90,6 +93,7 @@ class Deployment:
         write_federation(self.folder / "home", FEDERATION, self.address)
         command = ["flower-superlink", "--insecure", "--host", LOOPBACK, "--port", str(self._port)]
         command += ["--disable-runtime-dependency-installation", *(["--simulation"] if self._simulation else [])]
+        self._held.enter_context(as_interrupts())
         self._link = Child(command, self.log, self._environment)
         try:
             self._link.wait_for(self._healthy, _START_S, f"the SuperLink to answer on {self.address}")
@@ -195,8 +199,10 @@ class Deployment:
             for each in everything:
                 each.stop()
         finally:  # after Ctrl-C, at once
-            for each in everything:
-                each.kill()
+            with uninterrupted():
+                for each in everything:
+                    each.kill()
+            self._held.close()
 
     def _healthy(self) -> bool | None:
         connection = http.client.HTTPConnection(self.address, timeout=2)
