@@ -660,3 +660,30 @@ def test_acknowledgements_are_read_from_lists_and_from_text() -> None:
 def test_the_wrapper_of_the_other_api_says_which_one_to_use() -> None:
     with pytest.raises(ConfigError, match=r"CompressedStrategy of fedcomp_strategies\.legacy"):
         Compressed(legacy.FedAvg(), "int8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["DPFedAvgFixed", "DPFedAvgAdaptive"])
+def test_the_oldest_privacy_strategies_are_given_no_more_than_their_norm(kind: str) -> None:
+    """Their noise is for it, and a codec without bias makes updates longer than clients have clipped them."""
+    lengths: list[float] = []
+
+    class Inner(legacy.FedAvg):
+        def configure_fit(self, server_round: int, parameters: Parameters, client_manager: Any) -> Any:
+            self.base = parameters_to_ndarrays(parameters)
+            return super().configure_fit(server_round, parameters, client_manager)
+
+        def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
+            for _, result in results:
+                moved = [a - b for a, b in zip(parameters_to_ndarrays(result.parameters), self.base, strict=True)]
+                lengths.append(float(np.linalg.norm(flat([step for step in moved if step.ndim]))))
+            return super().aggregate_fit(server_round, results, failures)
+
+    def clipped(new: Arrays, partition: int, server_round: int) -> Arrays:
+        before = start_arrays()
+        step = flat(new) - flat(before)
+        return [b + (a - b) * np.float32(0.5 / np.linalg.norm(step)) for a, b in zip(new, before, strict=True)]
+
+    strategy = getattr(legacy, kind)(Inner(**given()), CLIENTS, 0.5, 0.0)
+    run(CompressedStrategy(strategy, "eden(0.2)"), [mod()], rounds=1, fault=clipped)
+    assert len(lengths) == CLIENTS
+    assert max(lengths) <= 0.5 * (1 + 1e-5)
