@@ -162,7 +162,7 @@ def _write(
 def _graph(path: Path, text: str, tensors: tuple[Tensor, ...], x: Data, y: Data) -> tuple[str, ...]:
     nodes = [_node(line) for line in text.split("\n") if line]
     used = {name for node in nodes for name in node.input}
-    kinds = {f"t/{t.name}": (t.dtype, t.shape) for t in tensors}
+    kinds: dict[str, tuple[str, tuple[int | str, ...]]] = {f"t/{t.name}": (t.dtype, t.shape) for t in tensors}
     kinds |= {"x": (x.dtype, ("n", *x.shape)), "y": (y.dtype, ("n", *y.shape))}
     inputs = [helper.make_tensor_value_info(n, KINDS[d], shape) for n, (d, shape) in kinds.items() if n in used]
     made = {name for node in nodes for name in node.output}
