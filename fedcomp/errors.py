@@ -6,6 +6,8 @@
     ├── LayoutError        tensors do not fit the model: name, shape or dtype
     ├── ExportError        a model that cannot become a training bundle, or whose bundle is wrong
     ├── NonFiniteError     NaN or infinity where a number is needed
+    ├── BundleError        a folder that is no sound training bundle
+    ├── DataError          training data that do not fit the model
     └── FrameError         bytes that are no valid frame for this model
         ├── RoundError           a sound frame of another round
         ├── StaleModelError      a sound package that changes a model which is not held
@@ -33,6 +35,14 @@ class ExportError(FedcompError):
 
 class NonFiniteError(FedcompError):
     """An update holds NaN or infinity. Raised before anything is changed: no residual, no frame."""
+
+
+class BundleError(FedcompError):
+    """A training bundle is incomplete, damaged, or of a version that this fedcomp cannot read."""
+
+
+class DataError(FedcompError):
+    """Training data do not fit the model: shape, dtype, labels out of range, or values that are no numbers."""
 
 
 class FrameError(FedcompError):
