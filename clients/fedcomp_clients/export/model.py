@@ -13,10 +13,11 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from fedcomp.errors import ExportError
+from fedcomp_clients.manifest import TENSOR_DTYPES
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-TASKS = ("classification", "regression")
-_DTYPES = (torch.float32, torch.int64)
+LOSSES = ("cross_entropy", "mse", "smooth_l1")
+_PARAMETER_DTYPES = ("float32",)
 
 
 def named_loss(name: str) -> Loss:
@@ -111,11 +112,15 @@ def make_step(model: nn.Module, loss: Loss | str, task: str) -> Step:
     buffers = {name: value for name, value in model.named_buffers() if name in kept}
     groups = [{name: value.detach().clone() for name, value in group.items()} for group in (trained, frozen, buffers)]
     for name, value in (groups[0] | groups[1] | groups[2]).items():
-        allowed = _DTYPES if name in buffers else _DTYPES[:1]
-        if value.dtype not in allowed or value.device.type != "cpu":
-            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        allowed = TENSOR_DTYPES if name in buffers else _PARAMETER_DTYPES
+        if dtype_name(value) not in allowed or value.device.type != "cpu":
             raise ExportError(
-                f"tensor {name!r}: expected {names} on the CPU, got {str(value.dtype).removeprefix('torch.')} on "
-                f"{value.device}; convert the model, or register a constant buffer with persistent=False"
+                f"tensor {name!r}: expected {' or '.join(allowed)} on the CPU, got {dtype_name(value)} on "
+                f"{value.device}; convert it, or register a constant buffer with persistent=False"
             )
     return Step(model, named_loss(loss) if isinstance(loss, str) else loss, task, *groups)
+
+
+def dtype_name(value: Tensor) -> str:
+    """What numpy calls the dtype of a tensor."""
+    return str(value.dtype).removeprefix("torch.")
