@@ -14,9 +14,8 @@ Arrays = Mapping[str, NDArray[Any]]
 _KINDS = {"float": "float32", "double": "float64"}  # onnxruntime's names where they are not numpy's
 
 _WRONG = ["MatmulTransposeFusion", "GemmTransposeFusion"]
-"""Optimizers that change results. Seen with onnxruntime 1.32: the first makes transpose(a) @ v wrong where v is a vector.
-The second takes each transposition for one of the last two dimensions
-(https://github.com/microsoft/onnxruntime/issues/32228)."""
+"""Optimizers that change results: the first makes transpose(a) @ v wrong if v is a vector (seen with 1.32), the second
+takes every transposition for one of two dimensions, see https://github.com/microsoft/onnxruntime/issues/32228."""
 
 
 class Graph:
@@ -39,7 +38,7 @@ class Graph:
             onnxruntime.set_seed(seed)  # random operators read it when the session is made, not later
         try:
             self._session = onnxruntime.InferenceSession(
-                bundle.graph(name), options, providers=["CPUExecutionProvider"]
+                bundle.graph(name), options, providers=["CPUExecutionProvider"], disabled_optimizers=_WRONG
             )
         except BundleError:
             raise
