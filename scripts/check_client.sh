@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the wheel, installs "fedcomp[client]" into an empty environment, and trains and uploads there. For Linux; needs
+# Builds sdist and wheel, installs "fedcomp[client]" into an empty environment, and trains and uploads there. For Linux; needs
 # a Python from 3.11 on and the package index.
 #
 #   scripts/check_client.sh BUNDLE [FOLDER]
@@ -22,7 +22,7 @@ export FLWR_HOME="$scratch/flower" FEDCOMP_STATE_DIR="$scratch/state" FLWR_TELEM
 
 python3 -m venv "$scratch/build"
 "$scratch/build/bin/pip" install --quiet build
-"$scratch/build/bin/python" -m build --wheel --outdir "$scratch/dist" "$root" >"$scratch/build.log" 2>&1 ||
+"$scratch/build/bin/python" -m build --outdir "$scratch/dist" "$root" >"$scratch/build.log" 2>&1 ||
     { cat "$scratch/build.log" >&2; exit 1; }
 rm -rf "$scratch/build"
 wheel=$(echo "$scratch"/dist/fedcomp-*.whl)

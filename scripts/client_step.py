@@ -22,7 +22,9 @@ def main(bundle: str) -> None:
     data = noise(trainer)
     start = trainer.evaluate(*data).loss
     result = trainer.fit(*data, batch_size=SAMPLES, lr=0.01)
-    print(f"step: loss {start:.4f} -> {trainer.evaluate(*data).loss:.4f} after {result.steps} step of {SAMPLES} samples")
+    print(
+        f"step: loss {start:.4f} -> {trainer.evaluate(*data).loss:.4f} after {result.steps} step of {SAMPLES} samples"
+    )
     app = make_client_app(bundle, lambda context: data)
     reply = app(request(initial_arrays(bundle)), Context(1, 1, {"partition-id": 0}, RecordDict(), {}))
     if reply.has_error():

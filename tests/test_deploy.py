@@ -103,10 +103,10 @@ def test_what_does_not_fit_is_refused_and_nothing_written(bundle: Bundle, model:
     digits = load("mnist")
     missing = {name: value for name, value in model.items() if name != "conv1.bias"}
     cases: list[tuple[Any, dict[str, Any], type[FedcompError], str]] = [
-        (missing, {}, LayoutError, r"missing \['conv1.bias'\]"),
-        (model | {"new": model["conv1.bias"]}, {}, LayoutError, r"unexpected \['new'\]"),
-        ([model["conv1.bias"]], {}, LayoutError, "expected 8 arrays, got 1"),
-        (change(model, conv1_bias=np.zeros(9, np.float32)), {}, LayoutError, r"'conv1.bias': expected .*\(8,\)"),
+        (missing, {}, LayoutError, r"missing .*\['conv1.bias'\]"),
+        (model | {"new": model["conv1.bias"]}, {}, LayoutError, r"unexpected .*\['new'\]"),
+        ([model["conv1.bias"]], {}, LayoutError, "expected 8 tensors .*, got 1"),
+        (change(model, conv1_bias=np.zeros(9, np.float32)), {}, LayoutError, r"'conv1.bias' .*expected \(8,\)"),
         (change(model, conv1_bias=np.full(8, np.nan, np.float32)), {}, NonFiniteError, "'conv1.bias'"),
         (model, {"calibration": digits.train_x[:5, :-1]}, DataError, r"calibration x: .*784"),
         (model, {"calibration": digits.train_x[:0]}, DataError, "at least one sample"),

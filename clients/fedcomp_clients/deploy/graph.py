@@ -5,11 +5,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.errors import BundleError, LayoutError, NonFiniteError
+from fedcomp.errors import BundleError
 from fedcomp_clients.bundle import EVAL, Bundle
+from fedcomp_clients.parameters import as_tensors
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto
@@ -48,32 +48,12 @@ def inference_model(bundle: Bundle, parameters: Parameters) -> "ModelProto":
 
 
 def fitting(bundle: Bundle, parameters: Parameters) -> dict[str, NDArray[Any]]:
-    """Values of all tensors, each in the dtype of the model; frozen ones that are not given are the bundle's own.
-
-    Servers return other dtypes than they were given: FedAvg makes floats of counters.
-    """
-    tensors = bundle.manifest.tensors
-    if not isinstance(parameters, Mapping):
-        if len(parameters) != len(tensors):
-            raise LayoutError(f"parameters: expected {len(tensors)} arrays, got {len(parameters)}")
-        parameters = {tensor.name: values for tensor, values in zip(tensors, parameters, strict=True)}
-    given = {tensor.name: bundle.initial[tensor.name] for tensor in bundle.manifest.named("frozen")} | dict(parameters)
-    names = {tensor.name for tensor in tensors}
-    if given.keys() != names:
-        raise LayoutError(
-            f"parameters: missing {sorted(names - given.keys())}, unexpected {sorted(given.keys() - names)}; "
-            "expected the tensors of the bundle that was trained"
+    """Values of all tensors in the dtypes of the model; frozen ones that are not given by name are the bundle's own."""
+    if isinstance(parameters, Mapping):
+        parameters = {each.name: bundle.initial[each.name] for each in bundle.manifest.named("frozen")} | dict(
+            parameters
         )
-    return {tensor.name: _fitting(given[tensor.name], tensor.shape, tensor.dtype, tensor.name) for tensor in tensors}
-
-
-def _fitting(value: NDArray[Any], shape: tuple[int, ...], dtype: str, name: str) -> NDArray[Any]:
-    array = np.asarray(value)
-    if array.shape != shape or array.dtype.kind not in "fiub":
-        raise LayoutError(f"tensor {name!r}: expected {dtype} of shape {shape}, got {array.dtype} of {array.shape}")
-    if not np.isfinite(array).all():
-        raise NonFiniteError(f"tensor {name!r}: expected finite values; this model diverged in training")
-    return np.ascontiguousarray(array, dtype).reshape(shape)
+    return as_tensors(bundle.manifest, parameters)
 
 
 def _needed(graph: "GraphProto", output: str) -> set[str]:
@@ -112,13 +92,20 @@ def _simplified(model: "ModelProto") -> "ModelProto":
     import onnx
     import onnxruntime
 
+    from fedcomp_clients.onnx_session import WRONG_OPTIMIZERS
+
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _SEVERE
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     with TemporaryDirectory(prefix="fedcomp-") as folder:
         path = Path(folder) / "model.onnx"
         options.optimized_model_filepath = str(path)
-        onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        onnxruntime.InferenceSession(
+            model.SerializeToString(),
+            options,
+            providers=["CPUExecutionProvider"],
+            disabled_optimizers=WRONG_OPTIMIZERS,
+        )
         simplified = onnx.load(path)
     used = {node.domain for node in simplified.graph.node} | {""}
     _keep(simplified.opset_import, [entry for entry in simplified.opset_import if entry.domain in used])
