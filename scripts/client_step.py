@@ -1,9 +1,10 @@
 """One training step and one upload with nothing but the client installed: what check_client.sh runs. Takes a bundle."""
 
 import sys
+import time
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, Metadata, RecordDict
 
 import fedcomp
 import fedcomp_clients
@@ -51,7 +52,9 @@ def request(arrays: ArrayRecord) -> Message:
     """What a server sends that asks for int8."""
     wanted = Request(Plan(parse_codec("int8")), 1).to_text()
     config = ConfigRecord({KEY: wanted, "server-round": 1, "lr": 0.01, "batch-size": SAMPLES})
-    return Message(RecordDict({"arrays": arrays, "config": config}), dst_node_id=1, message_type="train")
+    now = time.time()
+    told = Metadata(1, "1", 0, 1, "", "", created_at=now, ttl=3600, message_type="train")
+    return Message(RecordDict({"arrays": arrays, "config": config}), metadata=told)
 
 
 if __name__ == "__main__":
