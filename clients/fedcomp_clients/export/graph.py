@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fedcomp.errors import ExportError
+from fedcomp_clients.export.loops import translations
 
 _RANDOM = ("Random", "Bernoulli", "Dropout", "Multinomial")
 
@@ -32,6 +33,7 @@ def to_onnx(graph: GraphModule, arguments: tuple[Tensor, ...], inputs: list[str]
                 input_names=inputs,
                 output_names=outputs,
                 opset_version=opset,
+                custom_translation_table=translations(),
             )
             assert made is not None
             made.optimize()
@@ -84,9 +86,14 @@ def _quiet() -> Iterator[None]:
 
 
 def _explain(error: BaseException) -> str:
-    found: BaseException | None = error
+    """The operator that has no translation, or else what went wrong first."""
+    deepest, found = error, error.__cause__ or error.__context__
     while found is not None:
         if "No ONNX function found" in str(found):
-            return f"no ONNX operator: {str(found).strip().partition(chr(10))[0]}; use another layer or function"
-        found = found.__cause__ or found.__context__
-    return f"cannot become ONNX: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            return f"{_first_line(found)}; use another layer or function"
+        deepest, found = found, found.__cause__ or found.__context__
+    return f"cannot become ONNX: {type(deepest).__name__}: {_first_line(deepest)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
