@@ -67,6 +67,6 @@ __all__ = [
     "FetchSGD", "FrameError", "Identity", "Layout", "LayoutError", "LloydMax", "LogQuantizer", "LowRank", "Memory",
     "Monitor", "NoFeedback", "NoisySign", "NonFiniteError", "Plan", "PowerSGD", "RandomK", "ResidualVQ", "Rule",
     "Schedule", "Sign", "Tensor", "TensorTrain", "TernGrad", "Threshold", "TopK", "Trellis", "Uniform",
-    "VectorQuantizer", "as_feedback", "bits_per_parameter", "compress", "cosine", "decompress", "from_config", "generator", "nmse",
-    "parse_codec", "register", "registered", "to_config",
+    "VectorQuantizer", "as_feedback", "bits_per_parameter", "compress", "cosine", "decompress", "from_config",
+    "generator", "nmse", "parse_codec", "register", "registered", "to_config",
 ]  # fmt: skip

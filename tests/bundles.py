@@ -67,6 +67,14 @@ olda = Mul t/mean nine
 newa = Mul batchmean tenth
 b/mean = Add olda newa
 """
+VARIANCE = """
+centred = Sub x batchmean
+squares = Mul centred centred
+sumsq = ReduceSum:0 squares
+less = Sub n one
+batchvar = Div sumsq less
+newa = Mul batchvar tenth
+"""
 LINEAR = """
 a = MatMul x t/w
 output = Add a t/b
@@ -93,6 +101,7 @@ CONSTANTS: Arrays = {
     "zero64": np.array(0, np.int64),
     "one64": np.array(1, np.int64),
     "half": np.array(0.5, np.float32),
+    "one": np.array(1, np.float32),
     "nought": np.array(0, np.float32),
     "nine": np.array(0.9, np.float32),
     "tenth": np.array(0.1, np.float32),
@@ -100,8 +109,12 @@ CONSTANTS: Arrays = {
 }
 
 
-def mlp(folder: Path, *, optimizer: SGD | None = None, dropout: bool = False, classes: int | None = CLASSES) -> Path:
-    """Make the bundle of a perceptron with a frozen scale, a counter of steps and a running mean of the inputs."""
+def mlp(folder: Path, *, optimizer: SGD | None = None, dropout: bool = False, variance: bool = False) -> Path:
+    """Make the bundle of a perceptron with a frozen scale, a counter of steps and a running mean of the inputs.
+
+    Args:
+        variance: keep the variance of each batch instead of the mean, as batch norm does: 0/0 for one sample.
+    """
     random = np.random.default_rng(0)
     values: Arrays = {
         "w1": random.standard_normal((HIDDEN, INPUTS)).astype(np.float32),
@@ -117,10 +130,12 @@ def mlp(folder: Path, *, optimizer: SGD | None = None, dropout: bool = False, cl
     hidden = "h" if dropout else "h0"
     head, _, tail = FORWARD.partition("w2t =")
     train = head + (DROPOUT if dropout else "") + "w2t =" + tail + BACKWARD
+    if variance:
+        train = train.replace("newa = Mul batchmean tenth\n", VARIANCE.lstrip())
     x, y = Data((INPUTS,), "float32"), Data((), "int64")
     return _write(
         folder, tensors, values, (train.format(hidden=hidden), FORWARD.format(hidden="h0")), x, y,
-        classes=classes, optimizer=optimizer or SGD(0.9), random=dropout,
+        classes=CLASSES, optimizer=optimizer or SGD(0.9), random=dropout,
     )  # fmt: skip
 
 
