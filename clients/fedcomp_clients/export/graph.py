@@ -40,6 +40,7 @@ def to_onnx(graph: GraphModule, arguments: tuple[Tensor, ...], inputs: list[str]
         except Exception as error:
             raise ExportError(_explain(error)) from error
     model = made.model
+    _separate(model, outputs)
     _strip(model)
     if isinstance(next(value for value in model.graph.inputs if value.name == "x").shape[0], int):
         raise ExportError("the batch dimension became fixed in the graph; take the batch size from x.shape[0]")
@@ -54,6 +55,21 @@ def draws_random(model: ir.Model) -> bool:
 def save(model: ir.Model, path: Path) -> None:
     """Write a graph, weights and all, into one file."""
     ir.save(model, path)
+
+
+def _separate(model: ir.Model, names: list[str]) -> None:
+    """Give each output a value of its own: equal gradients come as one, a buffer that stays the same as its input."""
+    taken = {id(value) for value in model.graph.inputs}
+    for i, name in enumerate(names):
+        value = model.graph.outputs[i]
+        if id(value) in taken or value.producer() is None:
+            copied = ir.node("Identity", [value])
+            model.graph.append(copied)
+            copied.outputs[0].shape, copied.outputs[0].type = value.shape, value.type
+            model.graph.outputs[i] = value = copied.outputs[0]
+        taken.add(id(value))
+    for value, name in zip(model.graph.outputs, names, strict=True):
+        value.name = name
 
 
 def _strip(model: ir.Model) -> None:

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from onnxscript import graph, opset18, script, values
+from onnxscript import FLOAT, graph, opset18, script, values
 
 _OWN = values.Opset("fedcomp", 1)
 
 
 @script(_OWN, default_opset=opset18)
-def gru(gates, inputs, state, of_gates, weight, bias):  # type: ignore[no-untyped-def]
+def gru(gates: FLOAT, inputs: FLOAT, state: FLOAT, of_gates: FLOAT, weight: FLOAT, bias: FLOAT) -> tuple[FLOAT, FLOAT, FLOAT, FLOAT]:
     """States, r and z, n, and U_n h + b."""
 
     @graph()
@@ -28,7 +28,7 @@ def gru(gates, inputs, state, of_gates, weight, bias):  # type: ignore[no-untype
 
 
 @script(_OWN, default_opset=opset18)
-def gru_backward(gradients, factors, updates, weight, zeros):  # type: ignore[no-untyped-def]
+def gru_backward(gradients: FLOAT, factors: FLOAT, updates: FLOAT, weight: FLOAT, zeros: FLOAT) -> tuple[FLOAT, FLOAT, FLOAT]:
     """Gradients of the states, of U h + b, and of the first state."""
 
     @graph()
@@ -46,7 +46,7 @@ def gru_backward(gradients, factors, updates, weight, zeros):  # type: ignore[no
 
 
 @script(_OWN, default_opset=opset18)
-def lstm(inputs, state, cell, weight):  # type: ignore[no-untyped-def]
+def lstm(inputs: FLOAT, state: FLOAT, cell: FLOAT, weight: FLOAT) -> tuple[FLOAT, FLOAT, FLOAT]:
     """States, cells and gates."""
 
     @graph()
@@ -66,7 +66,7 @@ def lstm(inputs, state, cell, weight):  # type: ignore[no-untyped-def]
 
 
 @script(_OWN, default_opset=opset18)
-def lstm_backward(gradients, of_cells, to_cells, factors, kept, weight, zeros):  # type: ignore[no-untyped-def]
+def lstm_backward(gradients: FLOAT, of_cells: FLOAT, to_cells: FLOAT, factors: FLOAT, kept: FLOAT, weight: FLOAT, zeros: FLOAT) -> tuple[FLOAT, FLOAT, FLOAT]:
     """Gradients of a + U h, and of the first state and cell."""
 
     @graph()
