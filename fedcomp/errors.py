@@ -4,6 +4,7 @@
     ├── ConfigError        a codec, plan or experiment is described wrongly
     │   └── BudgetError          a budget that the smallest frame does not fit in
     ├── LayoutError        tensors do not fit the model: name, shape or dtype
+    ├── ExportError        a model that cannot become a training bundle, or whose bundle is wrong
     ├── NonFiniteError     NaN or infinity where a number is needed
     ├── BundleError        a folder that is no sound training bundle
     ├── DataError          training data that do not fit the model
@@ -26,6 +27,10 @@ class ConfigError(FedcompError):
 
 class LayoutError(FedcompError):
     """Tensors do not fit the layout they are used with: a name, shape or dtype differs."""
+
+
+class ExportError(FedcompError):
+    """A model cannot be exported for training on a device, or what came out does not do what torch does."""
 
 
 class NonFiniteError(FedcompError):
