@@ -25,15 +25,20 @@ class Graph:
         name: "train.onnx" or "eval.onnx".
         threads: that an operator may use.
         seed: of the random numbers that the graph draws; None: unlike each time.
+        optimize: let onnxruntime rewrite the graph, which is faster.
 
     Raises BundleError if onnxruntime cannot load it, or its inputs and outputs are not those of the manifest.
     """
 
-    def __init__(self, bundle: Bundle, name: str, *, threads: int, seed: int | None = None) -> None:
+    def __init__(
+        self, bundle: Bundle, name: str, *, threads: int, seed: int | None = None, optimize: bool = True
+    ) -> None:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 4  # what goes wrong is raised
+        if not optimize:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         if seed is not None:
             onnxruntime.set_seed(seed)  # random operators read it when the session is made, not later
         try:

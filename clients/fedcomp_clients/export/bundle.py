@@ -29,7 +29,6 @@ from fedcomp_clients.manifest import (
     SGD,
     TASKS,
     TRAIN,
-    Check,
     Data,
     Manifest,
 )
@@ -91,8 +90,6 @@ def export_training_bundle(
     train = _graph(step, step.train, step.results, x, y, opset)
     evaluation = dataclasses.replace(step, model=copy.deepcopy(step.model).eval())
     evaluate = _graph(evaluation, evaluation.evaluate, ["output", "loss", "correct"], x, y, opset)
-    random = draws_random(train)
-    result = _check(step, train, evaluate, optimizer, (x, y), opset) if check else None
     manifest = Manifest(
         tensors=_entries(step),
         x=Data(tuple(x.shape[1:]), dtype_name(x)),
@@ -100,14 +97,26 @@ def export_training_bundle(
         task=task,
         classes=classes,
         optimizer=optimizer,
-        random=random,
+        random=draws_random(train),
         opset=opset,
         inputs={TRAIN: _inputs(train), EVAL: _inputs(evaluate)},
         files={},
         versions={name: importlib.metadata.version(name) for name in _PACKAGES} | {"fedcomp": fedcomp.__version__},
-        check=None if random else result,
     )
-    return Exported(folder, _write(folder, manifest, train, evaluate, step), len(train.graph))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        made = Path(scratch, "new")
+        manifest = _write(made, manifest, train, evaluate, step)
+        if check and manifest.random:
+            still, graph = _still(step, x, y, opset)
+            other = Path(scratch, "still")
+            _write(other, dataclasses.replace(manifest, random=False), graph, evaluate, still)
+            compare(still, read_bundle(other), x, y)
+        elif check:
+            manifest = write_manifest(made, dataclasses.replace(manifest, check=compare(step, read_bundle(made), x, y)))
+        read_bundle(made)
+        _put(made, folder, Path(scratch, "old"))
+    return Exported(folder, manifest, len(train.graph))
 
 
 def _in_training(model: nn.Module) -> nn.Module:
@@ -173,16 +182,13 @@ def _graph(step: Step, function: Function, outputs: list[str], x: Tensor, y: Ten
     return to_onnx(trace(function, step.model, arguments), arguments, names, outputs, opset)
 
 
-def _check(
-    step: Step, train: ir.Model, evaluate: ir.Model, optimizer: SGD, example: tuple[Tensor, Tensor], opset: int
-) -> Check:
-    """Compare with torch; a random graph is compared as it would be without dropout."""
-    if draws_random(train):
-        step = dataclasses.replace(step, model=still_model(step.model))
-        train = _graph(step, still_function(step.train), step.results, *example, opset)
-        if draws_random(train):
-            raise ExportError("the step draws random numbers beside dropout, so it cannot be checked; pass check=False")
-    return compare(step, train, evaluate, optimizer, *example)
+def _still(step: Step, x: Tensor, y: Tensor, opset: int) -> tuple[Step, ir.Model]:
+    """The step as it would be without dropout, and its graph."""
+    still = dataclasses.replace(step, model=still_model(step.model))
+    graph = _graph(still, still_function(still.train), still.results, x, y, opset)
+    if draws_random(graph):
+        raise ExportError("the step draws random numbers beside dropout, so it cannot be checked; pass check=False")
+    return still, graph
 
 
 def _inputs(model: ir.Model) -> tuple[str, ...]:
@@ -199,22 +205,21 @@ def _entries(step: Step) -> tuple[Entry, ...]:
 
 
 def _write(folder: Path, manifest: Manifest, train: ir.Model, evaluate: ir.Model, step: Step) -> Manifest:
-    """Write everything beside the folder, read it as a device would, and put it in place."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-        made, old = Path(scratch, "new"), Path(scratch, "old")
-        made.mkdir()
-        save(train, made / TRAIN)
-        save(evaluate, made / EVAL)
-        np.savez(made / INITIAL, **{name: value.numpy() for name, value in step.tensors.items()})
-        complete = write_manifest(made, manifest)
-        read_bundle(made)
-        if folder.exists():
-            folder.rename(old)
-        try:
-            made.rename(folder)
-        except OSError:
-            if old.exists():
-                old.rename(folder)
-            raise
-    return complete
+    """Write a bundle into a new folder."""
+    folder.mkdir()
+    save(train, folder / TRAIN)
+    save(evaluate, folder / EVAL)
+    np.savez(folder / INITIAL, **{name: value.numpy() for name, value in step.tensors.items()})
+    return write_manifest(folder, manifest)
+
+
+def _put(made: Path, folder: Path, old: Path) -> None:
+    """Move a bundle to its place; an earlier one goes, but only once the new one is there."""
+    if folder.exists():
+        folder.rename(old)
+    try:
+        made.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise

@@ -1,7 +1,7 @@
-"""Comparing the graphs with torch: two steps of torch.optim.SGD and an evaluation, at two batch sizes.
+"""Comparing a bundle with torch: two steps of torch.optim.SGD and an evaluation, at two batch sizes.
 
 A loss that looks right proves nothing about gradients, so gradients, parameters and buffers are all compared, and the
-second step starts from what the first one left, momentum included.
+second step starts from what the first one left, momentum included. The bundle is run by what runs it on a device.
 """
 
 import copy
@@ -9,18 +9,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
-import onnxruntime
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcomp.errors import ExportError
+from fedcomp.errors import BundleError, DataError, ExportError, NonFiniteError
+from fedcomp_clients.bundle import Bundle
 from fedcomp_clients.export.model import Step
 from fedcomp_clients.export.still import WithoutDropout
-from fedcomp_clients.manifest import SGD, Check
+from fedcomp_clients.manifest import EVAL, SGD, TRAIN, Check
+from fedcomp_clients.onnx_session import Graph
+from fedcomp_clients.onnx_trainer import OnnxTrainer
 
-Arrays = dict[str, NDArray[Any]]
+Arrays = Mapping[str, NDArray[Any]]
 
 BATCHES = (4, 7)
 TOLERANCE = 1e-6
@@ -32,21 +33,24 @@ NOISE = 1e-5
 _RATE = 0.05
 
 
-def check(step: Step, train: ir.Model, evaluate: ir.Model, optimizer: SGD, x: Tensor, y: Tensor) -> Check:
-    """Compare the graphs with torch, without dropout. Raises ExportError above the tolerances."""
-    device, reference = Device(train, step, optimizer), Reference(step, optimizer)
-    judge = Session(evaluate)
+def check(step: Step, bundle: Bundle, x: Tensor, y: Tensor) -> Check:
+    """Compare a bundle with torch, without dropout. Raises ExportError above the tolerances."""
     worst = 0.0
-    for batch, rows in zip(BATCHES, _rows(len(x)), strict=True):
-        found, expected = device.train(x[rows], y[rows], _RATE), reference.train(x[rows], y[rows], _RATE)
-        _compare_gradients(found, expected, batch)
-        state = reference.state()
-        worst = max(worst, _compare(device.state, state, batch))
-        losses = {"the loss in training": found["loss"]}
-        _compare(losses, {"the loss in training": expected["loss"]}, batch)
-        answers = judge.run({f"t/{name}": value for name, value in state.items()}, x[rows], y[rows])
-        outputs = reference.evaluate(x[rows], y[rows])
-        _compare({key: answers[key] for key in outputs}, outputs, batch)
+    try:
+        device, reference = _Device(bundle), Reference(step, bundle.manifest.optimizer)
+        for size, rows in zip(BATCHES, _rows(len(x)), strict=True):
+            found, expected = device.train(x[rows], y[rows]), reference.train(x[rows], y[rows])
+            _compare_gradients(found, expected, size)
+            _compare(found, {"loss": expected["loss"]}, size)
+            state = reference.state()
+            worst = max(worst, _compare(device.state(), state, size))
+            outputs = reference.evaluate(x[rows], y[rows])
+            _compare(device.evaluate(state, x[rows], y[rows]), outputs, size)
+    except (BundleError, DataError, NonFiniteError) as error:
+        raise ExportError(
+            f"the graph does not run ({error}); nothing was written. Take the batch size from x.shape[0], and the "
+            "example from real data"
+        ) from error
     return Check(BATCHES, worst)
 
 
@@ -56,66 +60,32 @@ def _rows(size: int) -> list[Tensor]:
     return [torch.arange(first) % size, torch.arange(first, first + second) % size]
 
 
-class Session:
-    """A graph on onnxruntime."""
+class _Device:
+    """What a device makes of the bundle."""
 
-    def __init__(self, model: ir.Model) -> None:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.log_severity_level = 3
-        data = ir.to_proto(model).SerializeToString()
-        try:
-            self._session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # onnxruntime has no common base of its errors
-            raise ExportError(f"onnxruntime cannot load the graph: {error}") from error
-        self._inputs = {value.name for value in self._session.get_inputs()}
-        self._outputs = [value.name for value in self._session.get_outputs()]
+    def __init__(self, bundle: Bundle) -> None:
+        self._trainer = OnnxTrainer(bundle)
+        self._train, self._eval = (Graph(bundle, name, threads=1) for name in (TRAIN, EVAL))
 
-    def run(self, tensors: Mapping[str, NDArray[Any]], x: Tensor, y: Tensor) -> Arrays:
-        """Map tensors, by the names in the graph, x and y to all outputs."""
-        feed = {**tensors, "x": x.numpy(), "y": y.numpy()}
-        try:
-            found = self._session.run(
-                self._outputs, {name: np.ascontiguousarray(feed[name]) for name in feed if name in self._inputs}
-            )
-        except Exception as error:
-            raise ExportError(
-                f"the graph fails at batch size {len(x)}: {error}; take the batch size from x.shape[0]"
-            ) from error
-        return dict(zip(self._outputs, found, strict=True))
-
-
-class Device:
-    """Training as a device does it: gradients from the graph, the optimizer in numpy."""
-
-    def __init__(self, train: ir.Model, step: Step, optimizer: SGD) -> None:
-        self._session, self._optimizer = Session(train), optimizer
-        self._trained = list(step.parameters)
-        self.state: Arrays = {name: value.numpy().copy() for name, value in step.tensors.items()}
-        self.momenta: Arrays = {}
-
-    def train(self, x: Tensor, y: Tensor, rate: float) -> Arrays:
+    def train(self, x: Tensor, y: Tensor) -> Arrays:
         """One step. Returns the outputs of the graph."""
-        found = self._session.run({f"t/{name}": value for name, value in self.state.items()}, x, y)
-        for name in self._trained:
-            direction = self._direction(name, found[f"g/{name}"])
-            self.state[name] = self.state[name] - np.float32(rate) * direction
-        self.state |= {key[2:]: value for key, value in found.items() if key.startswith("b/")}
-        return found
+        names = self._train.outputs
+        found = self._train.run(names, self._trainer.get_parameters(), x.numpy(), y.numpy())
+        self._trainer.fit(x.numpy(), y.numpy(), batch_size=len(x), lr=_RATE, shuffle=False)
+        return dict(zip(names, found, strict=True))
 
-    def _direction(self, name: str, gradient: NDArray[Any]) -> NDArray[Any]:
-        momentum, decay = np.float32(self._optimizer.momentum), np.float32(self._optimizer.weight_decay)
-        if decay:
-            gradient = gradient + decay * self.state[name]
-        if not momentum:
-            return gradient
-        before = self.momenta.get(name)
-        self.momenta[name] = gradient if before is None else momentum * before + gradient
-        return gradient + momentum * self.momenta[name] if self._optimizer.nesterov else self.momenta[name]
+    def evaluate(self, state: Arrays, x: Tensor, y: Tensor) -> Arrays:
+        """Output and loss of a model in this state."""
+        names = ("output", "loss")
+        return dict(zip(names, self._eval.run(names, state, x.numpy(), y.numpy()), strict=True))
+
+    def state(self) -> Arrays:
+        """All tensors by name."""
+        return self._trainer.get_parameters()
 
 
 class Reference:
-    """The same in torch, on a copy of the model."""
+    """What torch makes of a copy of the model."""
 
     def __init__(self, step: Step, optimizer: SGD) -> None:
         self.model, self._loss, self._buffers = copy.deepcopy(step.model), step.loss, list(step.buffers)
@@ -127,9 +97,8 @@ class Reference:
             nesterov=optimizer.nesterov,
         )
 
-    def train(self, x: Tensor, y: Tensor, rate: float) -> Arrays:
+    def train(self, x: Tensor, y: Tensor) -> Arrays:
         """One step. Returns gradients, by their names in the graph, and the loss."""
-        self._optimizer.param_groups[0]["lr"] = rate
         self._optimizer.zero_grad()
         with WithoutDropout():
             loss = self._loss(self.model(x), y)

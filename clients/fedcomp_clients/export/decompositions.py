@@ -101,11 +101,13 @@ def _weight_gradient(
             first = start * dilation[i]
             column = aten.slice(column, 2 + i, first, first + (places[i] - 1) * stride[i] + 1, stride[i])
         columns.append(column.reshape(groups, each, batch * length))
+    if groups == 1:  # plain products of matrices, which are faster
+        flat, columns = flat[0], [column[0] for column in columns]
     if each >= _WIDE:
-        found = torch.stack([flat @ column.transpose(1, 2) for column in columns], -1)  # (groups, outputs, each, kernel)
+        found = torch.stack([flat @ column.mT for column in columns], -1)  # (groups, outputs, each, kernel)
     else:
-        together = torch.cat(columns, 1)  # (groups, kernel x each, batch x length)
-        found = (flat @ together.transpose(1, 2)).reshape(outputs, len(columns), each).transpose(1, 2)
+        together = torch.cat(columns, -2)  # (groups, kernel x each, batch x length)
+        found = (flat @ together.mT).reshape(outputs, len(columns), each).transpose(1, 2)
     return found.reshape(outputs, each, *kernel)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fedcomp.errors import ExportError
+from fedcomp_clients.export.loops import translations
 
 _RANDOM = ("Random", "Bernoulli", "Dropout", "Multinomial")
 
@@ -32,12 +33,14 @@ def to_onnx(graph: GraphModule, arguments: tuple[Tensor, ...], inputs: list[str]
                 input_names=inputs,
                 output_names=outputs,
                 opset_version=opset,
+                custom_translation_table=translations(),
             )
             assert made is not None
             made.optimize()
         except Exception as error:
             raise ExportError(_explain(error)) from error
     model = made.model
+    _separate(model, outputs)
     _strip(model)
     if isinstance(next(value for value in model.graph.inputs if value.name == "x").shape[0], int):
         raise ExportError("the batch dimension became fixed in the graph; take the batch size from x.shape[0]")
@@ -52,6 +55,21 @@ def draws_random(model: ir.Model) -> bool:
 def save(model: ir.Model, path: Path) -> None:
     """Write a graph, weights and all, into one file."""
     ir.save(model, path)
+
+
+def _separate(model: ir.Model, names: list[str]) -> None:
+    """Give each output a value of its own: equal gradients come as one, a buffer that stays the same as its input."""
+    taken = {id(value) for value in model.graph.inputs}
+    for i, name in enumerate(names):
+        value = model.graph.outputs[i]
+        if id(value) in taken or value.producer() is None:
+            copied = ir.node("Identity", [value])
+            model.graph.append(copied)
+            copied.outputs[0].shape, copied.outputs[0].type = value.shape, value.type
+            model.graph.outputs[i] = value = copied.outputs[0]
+        taken.add(id(value))
+    for value, name in zip(model.graph.outputs, names, strict=True):
+        value.name = name
 
 
 def _strip(model: ir.Model) -> None:
@@ -84,9 +102,14 @@ def _quiet() -> Iterator[None]:
 
 
 def _explain(error: BaseException) -> str:
-    found: BaseException | None = error
+    """The operator that has no translation, or else what went wrong first."""
+    deepest, found = error, error.__cause__ or error.__context__
     while found is not None:
         if "No ONNX function found" in str(found):
-            return f"no ONNX operator: {str(found).strip().partition(chr(10))[0]}; use another layer or function"
-        found = found.__cause__ or found.__context__
-    return f"cannot become ONNX: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            return f"{_first_line(found)}; use another layer or function"
+        deepest, found = found, found.__cause__ or found.__context__
+    return f"cannot become ONNX: {type(deepest).__name__}: {_first_line(deepest)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

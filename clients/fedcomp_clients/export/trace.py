@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedcomp.errors import ExportError
 from fedcomp_clients.export.decompositions import decompositions
+from fedcomp_clients.export.recurrent import AsLoops
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -36,6 +37,7 @@ def trace(function: Function, model: nn.Module, arguments: tuple[Tensor, ...]) -
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         stack.enter_context(enable_python_dispatcher())  # or C++ recurrent layers bake in the batch size
         stack.enter_context(mode)
+        stack.enter_context(AsLoops())
         recorder = make_fx(
             function, decomposition_table=decompositions(), tracing_mode="real", _allow_non_fake_inputs=True
         )
