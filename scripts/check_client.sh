@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Builds sdist and wheel, installs "fedcomp[client]" into an empty environment, and trains and uploads there. For Linux; needs
-# a Python from 3.11 on and the package index.
+# Builds sdist and wheel, installs "fedcomp[client]" into an empty environment, and trains and uploads there. For Linux;
+# needs a Python from 3.11 on and the package index.
 #
-#   scripts/check_client.sh BUNDLE [FOLDER]
+#   scripts/check_client.sh [BUNDLE [FOLDER]]
 #
-# BUNDLE is a training bundle. The environment stays at FOLDER/client if a FOLDER is given, else nothing stays.
+# BUNDLE is a training bundle; without, that which comes with fedcomp. The environment stays at FOLDER/client if a FOLDER
+# is given, else nothing stays.
 set -euo pipefail
-[ $# -ge 1 ] && [ $# -le 2 ] || { echo "usage: $0 BUNDLE [FOLDER]" >&2; exit 2; }
-bundle=$(realpath -e "$1")
+[ $# -le 2 ] || { echo "usage: $0 [BUNDLE [FOLDER]]" >&2; exit 2; }
+root=$(realpath "$(dirname "$0")/..")
+bundle=$(realpath -e "${1:-$root/clients/fedcomp_clients/sample}")
 scratch=${2:-}
 if [ -z "$scratch" ]; then
     scratch=$(mktemp -d)
@@ -15,7 +17,6 @@ if [ -z "$scratch" ]; then
 fi
 mkdir -p "$scratch"
 scratch=$(realpath "$scratch")
-root=$(realpath "$(dirname "$0")/..")
 LIMIT_MB=390
 unset PYTHONPATH   # or the checkout would be what is checked
 export FLWR_HOME="$scratch/flower" FEDCOMP_STATE_DIR="$scratch/state" FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
@@ -39,4 +40,4 @@ for package in torch onnx onnxscript ray mlxtend matplotlib; do
     if "$client/python" -c "import $package" 2>/dev/null; then echo "$package is installed" >&2; exit 1; fi
 done
 "$client/python" -W error::ImportWarning "$root/scripts/client_step.py" "$bundle"
-"$client/fedcomp-client" doctor "$bundle"
+"$client/fedcomp-client" doctor --bundle "$bundle"
