@@ -6,7 +6,6 @@ total weight becomes 1, so that mean gradients are not divided by the batch size
 statistics become the running ones.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -94,13 +93,12 @@ def _weight_gradient(
         x = aten.constant_pad_nd(x, [size for pad in reversed(padding) for size in (pad, pad)])
     x = x.transpose(0, 1)  # (channels, batch, ...)
     flat = gradient.transpose(0, 1).reshape(groups, outputs // groups, batch * length)
-    columns = []
-    for offset in itertools.product(*map(range, kernel)):
-        column = x
-        for i, start in enumerate(offset):
-            first = start * dilation[i]
-            column = aten.slice(column, 2 + i, first, first + (places[i] - 1) * stride[i] + 1, stride[i])
-        columns.append(column.reshape(groups, each, batch * length))
+    shifted = [x]
+    for i, size in enumerate(kernel):
+        starts = [start * dilation[i] for start in range(size)]
+        last = (places[i] - 1) * stride[i] + 1
+        shifted = [aten.slice(part, 2 + i, start, start + last, stride[i]) for part in shifted for start in starts]
+    columns = [part.reshape(groups, each, batch * length) for part in shifted]
     if groups == 1:  # plain products of matrices, which are faster
         flat, columns = flat[0], [column[0] for column in columns]
     if each >= _WIDE:
