@@ -14,7 +14,7 @@ from digits_bundle import Model, trained, write_digits_bundle
 from fedcomp import FedcompError
 from fedcomp.errors import BundleError, DataError, LayoutError, NonFiniteError
 from fedcomp_clients.bundle import EVAL, Bundle, read_bundle, write_manifest
-from fedcomp_clients.deploy import DYNAMIC, FLOAT32, STATIC, Report, deploy
+from fedcomp_clients.deploy import DYNAMIC, FLOAT32, STATIC, Report, deploy, quantized
 from fedcomp_clients.deploy.measure import open_model, outputs, score
 from fedcomp_simulations.cli import main
 from fedcomp_simulations.datasets import load
@@ -132,6 +132,49 @@ def test_a_graph_whose_output_needs_labels_is_no_model(tmp_path: Path, model: Mo
     write_manifest(bundle.folder, bundle.manifest)
     with pytest.raises(BundleError, match=r"got \['y'\]"):
         deploy(read_bundle(bundle.folder), model, tmp_path / "out")
+
+
+def test_a_batch_size_that_is_read_off_the_labels_is_read_off_the_inputs(tmp_path: Path, model: Model) -> None:
+    bundle = write_digits_bundle(tmp_path / "bundle")
+    graph = onnx.load(bundle.folder / EVAL)
+    (flat,) = (node for node in graph.graph.node if node.op_type == "Flatten")
+    at = list(graph.graph.node).index(flat)
+    made = [
+        onnx.helper.make_node("Shape", ["y"], ["samples"], start=0, end=1),
+        onnx.helper.make_node("Concat", ["samples", "features"], ["flat"], axis=0),
+        onnx.helper.make_node("Reshape", ["f", "flat"], ["g"]),
+    ]
+    graph.graph.initializer.append(onnx.helper.make_tensor("features", onnx.TensorProto.INT64, [1], [784]))
+    graph.graph.node.remove(flat)
+    for node in reversed(made):
+        graph.graph.node.insert(at, node)
+    onnx.save(graph, bundle.folder / EVAL)
+    write_manifest(bundle.folder, bundle.manifest)
+    report = deploy(read_bundle(bundle.folder), model, tmp_path / "out")
+    x = load("mnist").test_x[:7]
+    plain = deploy(write_digits_bundle(tmp_path / "other"), model, tmp_path / "plain")
+    found, expected = (outputs(open_model(each.folder / FLOAT32, 1), x) for each in (report, plain))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_what_cannot_be_quantised_by_channel_is_quantised_as_a_whole_or_left_out(
+    bundle: Bundle, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = quantized.quantize_dynamic
+
+    def picky(model: onnx.ModelProto, path: Path, *, per_channel: bool) -> None:
+        whole(model, path, per_channel=per_channel)
+        if per_channel:
+            path.write_bytes(b"which does not run")
+
+    def hopeless(model: onnx.ModelProto, path: Path, calibration: Any, *, per_channel: bool) -> None:
+        raise RuntimeError("no such scale\nand so on")
+
+    monkeypatch.setattr(quantized, "quantize_dynamic", picky)
+    monkeypatch.setattr(quantized, "quantize_static", hopeless)
+    report = deploy(bundle, model, tmp_path, calibration=load("mnist").train_x[:10])
+    assert [row.file for row in report.rows] == [FLOAT32, DYNAMIC]
+    assert report.notes == (f"{STATIC} left out: onnxruntime cannot quantise this model (no such scale)",)
 
 
 def test_scores() -> None:

@@ -71,8 +71,9 @@ def test_the_client_app_trains_a_bundle_on_files(tmp_path: Path, monkeypatch: py
 
     content = RecordDict({"arrays": initial_arrays(SAMPLE), "config": ConfigRecord({"server-round": 1})})
     told = Metadata(1, "1", 0, 1, "", "", created_at=time.time(), ttl=60, message_type="train")
-    node = {"partition-id": 7, "bundle": str(SAMPLE), "data": str(tmp_path)}
-    reply = example.app(Message(content, metadata=told), Context(1, 1, node, RecordDict(), {}))
+    node: dict[str, bool | float | int | str] = {"partition-id": 7, "bundle": str(SAMPLE), "data": str(tmp_path)}
+    message: Message = Message(content, metadata=told)  # type: ignore[call-overload]
+    reply = example.app(message, Context(1, 1, node, RecordDict(), {}))
     assert not reply.has_error(), reply.error.reason
     (metrics,) = reply.content.metric_records.values()
     assert metrics["num-examples"] == 40

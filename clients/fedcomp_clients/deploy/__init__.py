@@ -3,6 +3,8 @@
 Needs onnx beside onnxruntime: `pip install "fedcomp[client,export]"`, on a server or workstation.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -65,15 +67,17 @@ def deploy(
         made = Path(scratch)
         (made / FLOAT32).write_bytes(model.SerializeToString())
         _check_same(bundle, parameters, made / FLOAT32, example[: BATCHES[-1]])
-        quantize_dynamic(model, made / DYNAMIC)
-        if samples is not None:
-            quantize_static(model, made / STATIC, samples)
+        notes = [_write(made / DYNAMIC, example, partial(quantize_dynamic, model, made / DYNAMIC))]
+        if samples is None:
+            notes.append(_UNCALIBRATED)
+        else:
+            notes.append(_write(made / STATIC, example, partial(quantize_static, model, made / STATIC, samples)))
         files = [name for name in (FLOAT32, DYNAMIC, STATIC) if (made / name).exists()]
         rows = tuple(_measure(made / name, example, tested, manifest.task, threads) for name in files)
         for name in files:
             (made / name).replace(folder / name)
-    notes = () if samples is not None else (_UNCALIBRATED,)
-    return Report(folder, "squared error" if manifest.task == "regression" else "accuracy", rows, notes)
+    measure = "squared error" if manifest.task == "regression" else "accuracy"
+    return Report(folder, measure, rows, tuple(filter(None, notes)))
 
 
 def _inputs(values: NDArray[Any], expected: Data, whose: str) -> NDArray[Any]:
@@ -102,6 +106,21 @@ def _check_same(bundle: Bundle, parameters: Parameters, path: Path, x: NDArray[A
     limit = _SAME * max(1.0, float(np.abs(expected).max(initial=0)))
     if found.shape != expected.shape or not np.abs(found - expected).max(initial=0) <= limit:
         raise BundleError(f"{EVAL}: the model made of it says something else; please report this")
+
+
+def _write(path: Path, x: NDArray[Any], quantize: Callable[..., None]) -> str:
+    """Quantise by channel or else, where onnxruntime cannot run that, as a whole. Returns "", or why neither works."""
+    reason = ""
+    for per_channel in (True, False):
+        try:
+            quantize(per_channel=per_channel)
+            outputs(open_model(path, 1), x[:2])
+        except Exception as error:  # they have no base in common
+            reason = str(error).strip().partition("\n")[0]
+        else:
+            return ""
+    path.unlink(missing_ok=True)
+    return f"{path.name} left out: onnxruntime cannot quantise this model ({reason})"
 
 
 def _measure(

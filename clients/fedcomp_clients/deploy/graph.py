@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Parameters = Mapping[str, NDArray[Any]] | Sequence[NDArray[Any]]
 """Values by tensor name, or in the manifest's order."""
 
-X, OUTPUT = "x", "output"
+X, Y, OUTPUT = "x", "y", "output"
 _SEVERE = 3
 
 
@@ -32,6 +32,7 @@ def inference_model(bundle: Bundle, parameters: Parameters) -> "ModelProto":
     values = fitting(bundle, parameters)
     model = onnx.load_from_string(bundle.graph(EVAL))
     graph = model.graph
+    _count_samples_in_x(graph)
     needed = _needed(graph, OUTPUT)
     _keep(graph.node, [node for node in graph.node if needed & set(node.output)])
     _keep(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in needed])
@@ -54,6 +55,14 @@ def fitting(bundle: Bundle, parameters: Parameters) -> dict[str, NDArray[Any]]:
             parameters
         )
     return as_tensors(bundle.manifest, parameters)
+
+
+def _count_samples_in_x(graph: "GraphProto") -> None:
+    """Have the size of the batch, which the exporter may read off y, read off x."""
+    for node in graph.node:
+        parts = {attribute.name: attribute.i for attribute in node.attribute}
+        if node.op_type == "Shape" and list(node.input) == [Y] and (parts.get("start", 0), parts.get("end")) == (0, 1):
+            node.input[0] = X
 
 
 def _needed(graph: "GraphProto", output: str) -> set[str]:

@@ -15,20 +15,21 @@ if TYPE_CHECKING:
 
 _BATCH = 64
 _DENSE = ["Gemm", "MatMul"]  # integer convolutions with scales found at run time are several times slower than float32
+_STATIC = [*_DENSE, "Conv", "ConvTranspose", "Gather", "MaxPool"]  # normalisations and activations gain nothing
 
 
-def quantize_dynamic(model: "ModelProto", path: Path) -> None:
+def quantize_dynamic(model: "ModelProto", path: Path, *, per_channel: bool) -> None:
     """Write the model with int8 weights of its dense layers; scales of activations are found anew for each input."""
     from onnxruntime import quantization
 
     with _quietly():
         quantization.quantize_dynamic(
-            model, path, op_types_to_quantize=_DENSE, per_channel=True, weight_type=quantization.QuantType.QInt8
+            model, path, op_types_to_quantize=_DENSE, per_channel=per_channel, weight_type=quantization.QuantType.QInt8
         )
 
 
-def quantize_static(model: "ModelProto", path: Path, calibration: NDArray[Any]) -> None:
-    """Write the model with int8 weights, scaled by channel, and int8 activations with ranges from `calibration`.
+def quantize_static(model: "ModelProto", path: Path, calibration: NDArray[Any], *, per_channel: bool) -> None:
+    """Write the model with int8 weights, and int8 activations in the ranges that `calibration` shows.
 
     Args:
         calibration: `(samples, ...)`: inputs like those that the model will meet.
@@ -37,7 +38,12 @@ def quantize_static(model: "ModelProto", path: Path, calibration: NDArray[Any]) 
 
     with _quietly():
         quantization.quantize_static(
-            model, path, _Batches(calibration), quant_format=quantization.QuantFormat.QDQ, per_channel=True
+            model,
+            path,
+            _Batches(calibration),
+            quant_format=quantization.QuantFormat.QDQ,
+            op_types_to_quantize=_STATIC,
+            per_channel=per_channel,
         )
 
 
