@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from fedcomp.errors import ExportError
 from fedcomp_clients.export.loops import translations
+from fedcomp_clients.export.rewrite import multiply_transposed
 
 _RANDOM = ("Random", "Bernoulli", "Dropout", "Multinomial")
 
@@ -40,6 +41,7 @@ def to_onnx(graph: GraphModule, arguments: tuple[Tensor, ...], inputs: list[str]
         except Exception as error:
             raise ExportError(_explain(error)) from error
     model = made.model
+    multiply_transposed(model.graph)
     _separate(model, outputs)
     _strip(model)
     if isinstance(next(value for value in model.graph.inputs if value.name == "x").shape[0], int):
@@ -63,6 +65,9 @@ def _separate(model: ir.Model, names: list[str]) -> None:
     for i, name in enumerate(names):
         value = model.graph.outputs[i]
         if id(value) in taken or value.producer() is None:
+            if (constant := model.graph.initializers.pop(str(value.name), None)) is not None:
+                constant.name = f"constant/{constant.name}"  # its name is wanted for the output
+                model.graph.initializers.add(constant)
             copied = ir.node("Identity", [value])
             model.graph.append(copied)
             copied.outputs[0].shape, copied.outputs[0].type = value.shape, value.type

@@ -4,6 +4,7 @@ The function runs once on fake tensors of which only dimension 0 of x and y is s
 the function, so the graph holds forward and backward pass alike.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -31,7 +32,8 @@ def trace(function: Function, model: nn.Module, arguments: tuple[Tensor, ...]) -
     shapes = ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
     fakes = [_fake(mode, value, free=i >= len(arguments) - 2) for i, value in enumerate(arguments)]
-    with ExitStack() as stack:
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         where = stack.enter_context(_whereabouts(model))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
