@@ -41,12 +41,18 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.max_pool2d_with_indices_backward.default: max_pool_backward,
         aten.avg_pool2d_backward.default: average_pool_backward,
         aten.threshold_backward.default: threshold_backward,
+        aten.hardtanh_backward.default: hardtanh_backward,
     }
 
 
 def threshold_backward(gradient: Tensor, x: Tensor, threshold: float) -> Tensor:
     """Of ReLU: a product, since `Where` is slow in onnxruntime."""
     return gradient * (x > threshold).to(gradient.dtype)
+
+
+def hardtanh_backward(gradient: Tensor, x: Tensor, low: float, high: float) -> Tensor:
+    """Of ReLU6 and its like, as a product too."""
+    return gradient * ((x > low) & (x < high)).to(gradient.dtype)
 
 
 def convolution_backward(
@@ -99,13 +105,15 @@ def _weight_gradient(
         last = (places[i] - 1) * stride[i] + 1
         shifted = [aten.slice(part, 2 + i, start, start + last, stride[i]) for part in shifted for start in starts]
     columns = [part.reshape(groups, each, batch * length) for part in shifted]
-    if groups == 1:  # plain products of matrices, which are faster
-        flat, columns = flat[0], [column[0] for column in columns]
-    if each >= _WIDE:
-        found = torch.stack([flat @ column.mT for column in columns], -1)  # (groups, outputs, each, kernel)
+    if groups > 1:
+        together = torch.cat(columns, 1)  # (groups, kernel x each, batch x length)
+        across = flat.reshape(groups, -1, 1) if outputs == groups else flat.mT
+        found = torch.bmm(together, across).reshape(groups, len(columns), each, -1).permute(0, 3, 2, 1)
+    elif each < _WIDE:
+        together = torch.cat([column[0] for column in columns])
+        found = (flat[0] @ together.mT).reshape(outputs, len(columns), each).mT
     else:
-        together = torch.cat(columns, -2)  # (groups, kernel x each, batch x length)
-        found = (flat @ together.mT).reshape(outputs, len(columns), each).transpose(1, 2)
+        found = torch.stack([flat[0] @ column[0].mT for column in columns], -1)
     return found.reshape(outputs, each, *kernel)
 
 

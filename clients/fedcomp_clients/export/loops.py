@@ -46,23 +46,22 @@ def gru_backward(gradients: FLOAT, factors: FLOAT, updates: FLOAT, weight: FLOAT
 
 
 @script(_OWN, default_opset=opset18)
-def lstm(inputs: FLOAT, state: FLOAT, cell: FLOAT, weight: FLOAT) -> tuple[FLOAT, FLOAT, FLOAT]:
-    """States, cells and gates."""
+def lstm(
+    gates: FLOAT, inputs: FLOAT, state: FLOAT, cell: FLOAT, of_gates: FLOAT, weight: FLOAT
+) -> tuple[FLOAT, FLOAT, FLOAT, FLOAT]:
+    """States, cells, gates i, f, o, and g."""
 
     @graph()
-    def body(h, c, given):  # type: ignore[no-untyped-def]
-        i, f, g, o = opset18.Split(opset18.Gemm(h, weight, given, transB=1), num_outputs=4, axis=1)
-        i = opset18.Sigmoid(i)
-        f = opset18.Sigmoid(f)
-        g = opset18.Tanh(g)
-        o = opset18.Sigmoid(o)
-        following = opset18.Add(opset18.Mul(f, c), opset18.Mul(i, g))
+    def body(h, c, gate, given):  # type: ignore[no-untyped-def]
+        three = opset18.Sigmoid(opset18.Gemm(h, of_gates, gate, transB=1))
+        new = opset18.Tanh(opset18.Gemm(h, weight, given, transB=1))
+        i, f, o = opset18.Split(three, num_outputs=3, axis=1)
+        following = opset18.Add(opset18.Mul(f, c), opset18.Mul(i, new))
         out = opset18.Mul(o, opset18.Tanh(following))
-        gates = opset18.Concat(i, f, g, o, axis=1)
-        return out, following, opset18.Identity(out), opset18.Identity(following), gates
+        return out, following, opset18.Identity(out), opset18.Identity(following), three, new
 
-    last, end, states, cells, gates = opset18.Scan(state, cell, inputs, num_scan_inputs=1, body=body)
-    return states, cells, gates
+    last, end, states, cells, three, new = opset18.Scan(state, cell, gates, inputs, num_scan_inputs=2, body=body)
+    return states, cells, three, new
 
 
 @script(_OWN, default_opset=opset18)
@@ -73,7 +72,7 @@ def lstm_backward(gradients: FLOAT, of_cells: FLOAT, to_cells: FLOAT, factors: F
     def body(state, cell, given, of_cell, to_cell, factor, keep):  # type: ignore[no-untyped-def]
         here = opset18.Add(given, state)
         now = opset18.Add(opset18.Add(cell, of_cell), opset18.Mul(here, to_cell))
-        through = opset18.Mul(opset18.Concat(now, now, now, here, axis=1), factor)
+        through = opset18.Mul(opset18.Concat(now, now, here, now, axis=1), factor)
         return opset18.MatMul(through, weight), opset18.Mul(now, keep), through
 
     of_state, of_cell, through = opset18.Scan(

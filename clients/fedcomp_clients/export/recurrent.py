@@ -60,23 +60,29 @@ def _(gradients: Tensor, factors: Tensor, updates: Tensor, weight: Tensor, zeros
 
 
 @torch.library.custom_op("fedcomp::lstm", mutates_args=())
-def lstm_loop(inputs: Tensor, state: Tensor, cell: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return states, cells, and the gates i, f, g, o `(positions, batch, 4 units)`, for all positions."""
+def lstm_loop(
+    gates: Tensor, inputs: Tensor, state: Tensor, cell: Tensor, of_gates: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return states, cells, gates i, f, o, and g, each for all positions.
+
+    gates `(positions, batch, 3 units)` and inputs `(positions, batch, units)` are what comes from the input.
+    """
     found = []
-    for given in inputs:
-        i, f, g, o = torch.addmm(given, state, weight.T).chunk(4, 1)
-        i, f, g, o = torch.sigmoid(i), torch.sigmoid(f), torch.tanh(g), torch.sigmoid(o)
-        cell = f * cell + i * g
+    for gate, given in zip(gates, inputs, strict=True):
+        three, new = torch.sigmoid(torch.addmm(gate, state, of_gates.T)), torch.tanh(torch.addmm(given, state, weight.T))
+        i, f, o = three.chunk(3, 1)
+        cell = f * cell + i * new
         state = o * torch.tanh(cell)
-        found.append((state, cell, torch.cat((i, f, g, o), 1)))
-    states, cells, gates = (torch.stack(column) for column in zip(*found, strict=True))
-    return states, cells, gates
+        found.append((state, cell, three, new))
+    states, cells, three, new = (torch.stack(column) for column in zip(*found, strict=True))
+    return states, cells, three, new
 
 
 @lstm_loop.register_fake
-def _(inputs: Tensor, state: Tensor, cell: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (*inputs.shape[:2], state.shape[1])
-    return inputs.new_empty(shape), inputs.new_empty(shape), torch.empty_like(inputs)
+def _(
+    gates: Tensor, inputs: Tensor, state: Tensor, cell: Tensor, of_gates: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(inputs), torch.empty_like(inputs), torch.empty_like(gates), torch.empty_like(inputs)
 
 
 @torch.library.custom_op("fedcomp::lstm_backward", mutates_args=())
@@ -91,7 +97,7 @@ def lstm_loop_backward(
     ):
         here = given + state
         cell = cell + of_cell + here * to_cell
-        through = torch.cat((cell, cell, cell, here), 1) * factor
+        through = torch.cat((cell, cell, here, cell), 1) * factor
         state = through @ weight
         cell = cell * keep
         found.append(through)
@@ -139,25 +145,29 @@ class _Lstm(torch.autograd.Function):
     """One layer in one direction, after its input weights and biases."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, state: Tensor, cell: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Map inputs `(positions, batch, 4 units)` to states and cells `(positions, batch, units)`."""
-        states, cells, gates = lstm_loop(inputs, state, cell, weight)
-        ctx.save_for_backward(states, cells, gates, state, cell, weight)
+    def forward(
+        ctx: Any, gates: Tensor, inputs: Tensor, state: Tensor, cell: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Map inputs of i, f, o `(positions, batch, 3 units)` and of g to states and cells `(positions, batch, units)`."""
+        three = gates.shape[2]
+        states, cells, gates, new = lstm_loop(gates, inputs, state, cell, weight[:three], weight[three:])
+        ctx.save_for_backward(states, cells, gates, new, state, cell, weight)
         return states, cells
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of inputs, state, cell and weight."""
-        states, cells, gates, state, cell, weight = ctx.saved_tensors
-        i, f, g, o = gates.chunk(4, 2)
+        """Return the gradients of both inputs, state, cell and weight."""
+        states, cells, gates, g, state, cell, weight = ctx.saved_tensors
+        i, f, o = gates.chunk(3, 2)
         bent = torch.tanh(cells)
         before = torch.cat((cell.unsqueeze(0), cells[:-1]))
-        factors = torch.cat((g * i * (1 - i), before * f * (1 - f), i * (1 - g * g), bent * o * (1 - o)), 2)
+        factors = torch.cat((g * i * (1 - i), before * f * (1 - f), bent * o * (1 - o), i * (1 - g * g)), 2)
         through, of_state, of_cell = lstm_loop_backward(
             gradients[0], gradients[1], o * (1 - bent * bent), factors, f.contiguous(), weight, torch.zeros_like(state)
         )
         earlier = torch.cat((state.unsqueeze(0), states[:-1]))
-        return through, of_state, of_cell, through.flatten(0, 1).T @ earlier.flatten(0, 1)
+        of_weight = through.flatten(0, 1).T @ earlier.flatten(0, 1)
+        return (*through.split((gates.shape[2], state.shape[1]), 2), of_state, of_cell, of_weight)
 
 
 class AsLoops(TorchFunctionMode):
@@ -213,5 +223,14 @@ def _layer(kind: str, x: Tensor, starts: list[Tensor], weights: list[Tensor]) ->
     if kind == "gru":
         inputs = torch.nn.functional.linear(x, of_input, input_bias)
         return (_Gru.apply(inputs, starts[0], of_state, state_bias),)  # type: ignore[no-untyped-call]
-    inputs = torch.nn.functional.linear(x, of_input, input_bias + state_bias)
-    return _Lstm.apply(inputs, *starts, of_state)  # type: ignore[no-untyped-call,no-any-return]
+    of_input, of_state, bias = map(_tanh_last, (of_input, of_state, input_bias + state_bias))
+    three = len(bias) // 4 * 3
+    gates = torch.nn.functional.linear(x, of_input[:three], bias[:three])
+    inputs = torch.nn.functional.linear(x, of_input[three:], bias[three:])
+    return _Lstm.apply(gates, inputs, *starts, of_state)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _tanh_last(rows: Tensor) -> Tensor:
+    """Put torch's order of the gates, i, f, g, o, into ours, i, f, o, g, of which three are sigmoids in a row."""
+    i, f, g, o = rows.chunk(4)
+    return torch.cat((i, f, o, g))
