@@ -1,6 +1,7 @@
 """Models for devices: small, as accurate as the trained one, and refused where something does not fit."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,14 @@ def test_the_command_compares(files: list[str], capsys: pytest.CaptureFixture[st
     assert len({len(line) for line in lines[:4]}) == 1
     told = json.loads(Path("report.json").read_text())
     assert [row["bytes"] for row in told["rows"]] == [Path("out", row["file"]).stat().st_size for row in told["rows"]]
+
+
+def test_the_command_says_what_to_install(
+    files: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    assert main(files) == 2
+    assert capsys.readouterr().err == 'fedcomp: onnx is not installed; run: pip install "fedcomp[export,simulation]"\n'
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,19 @@ from fedcomp_clients.deploy import Report, deploy
 def deploy_files(
     bundle: Path, parameters: Path, out: Path, calibration_x: Path | None, test_x: Path | None, test_y: Path | None
 ) -> Report:
-    """Call `deploy` on the arrays in these files. Raises ConfigError that names the option if one holds none."""
+    """Call `deploy` on the arrays in these files. Raises ConfigError if one holds none, or without onnx."""
     if (test_x is None) != (test_y is None):
         raise ConfigError("--test-x and --test-y: expected both or none")
     test = None if test_x is None or test_y is None else (_array(test_x, "--test-x"), _array(test_y, "--test-y"))
     calibration = None if calibration_x is None else _array(calibration_x, "--calibration-x")
-    return deploy(bundle, _arrays(parameters, "--parameters"), out, calibration=calibration, test=test)
+    arrays = _arrays(parameters, "--parameters")
+    try:
+        return deploy(bundle, arrays, out, calibration=calibration, test=test)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("onnx", "onnxruntime"):
+            raise
+        raise ConfigError(f'{missing} is not installed; run: pip install "fedcomp[export,simulation]"') from error
 
 
 def _array(path: Path, option: str) -> NDArray[Any]:
