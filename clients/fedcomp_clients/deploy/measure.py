@@ -14,7 +14,7 @@ from fedcomp_clients.deploy.graph import OUTPUT, X
 
 BATCHES = (1, 64)
 _REPEATS = 30
-_LEAST_S = 0.2
+_LEAST_S = 0.1
 _SILENT = 4  # what goes wrong is raised
 _NAME = 23  # letters of the longest
 
