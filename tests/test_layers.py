@@ -31,7 +31,11 @@ LOADED = {  # importing the first must not load any of the others
         "fedcomp_strategies",
         "fedcomp_simulations",
     ],
-    "fedcomp_clients": ["torch", "ray", "scipy", "fedcomp_strategies", "fedcomp_simulations"],
+    "fedcomp_clients": ["flwr", "onnxruntime", "torch", "onnx"],
+    "fedcomp_clients.mod": ["onnxruntime", "torch", "ray", "scipy", "fedcomp_strategies", "fedcomp_simulations"],
+    "fedcomp_clients.app": ["torch", "onnx", "ray", "scipy", "fedcomp_strategies", "fedcomp_simulations"],
+    "fedcomp_clients.onnx_trainer": ["flwr", "torch", "onnx", "scipy"],
+    "fedcomp_clients.bundle": ["flwr", "onnxruntime", "torch", "onnx"],
     "fedcomp_strategies": ["ray", "fedcomp_clients", "fedcomp_simulations"],
     "fedcomp_simulations.cli": ["torch", "flwr", "matplotlib", "ray"],
 }
