@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import importlib.metadata
+import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,7 @@ def export_training_bundle(
 
     Raises ExportError if something cannot be exported, naming it, or does not do what torch does; nothing is written.
     """
+    _accept_optimizer(optimizer)
     x, y = _accept_example(example)
     task = _accept_task(task, y)
     if opset not in range(_OPSETS[0], _OPSETS[1] + 1):
@@ -123,6 +125,13 @@ def _in_training(model: nn.Module) -> nn.Module:
     """Copy the model and put it into training mode, unless it is, with parts that shall not be."""
     copied = copy.deepcopy(model)
     return copied if copied.training else copied.train()
+
+
+def _accept_optimizer(optimizer: SGD) -> None:
+    if not (0 <= optimizer.momentum < 1 and 0 <= optimizer.weight_decay < math.inf):
+        raise ExportError(f"optimizer: expected 0 <= momentum < 1 and a weight decay of at least 0, got {optimizer}")
+    if optimizer.nesterov and not optimizer.momentum:
+        raise ExportError("optimizer: nesterov needs a momentum above 0")
 
 
 def _accept_example(example: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -159,5 +159,3 @@ def _wrong(what: str, batch: int, difference: float, largest: float) -> ExportEr
         f"(largest value {largest:.1e}); nothing was written. If an example of random values does not help, the model "
         "has a layer that cannot be exported: leave out layers until it works"
     )
-
-

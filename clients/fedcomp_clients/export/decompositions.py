@@ -77,7 +77,8 @@ def convolution_backward(
         of_x = aten.convolution(gradient, weight, None, stride, padding, dilation, False, [0] * axes, groups)
     elif wanted[0]:
         rest = [
-            x.shape[2 + i] - ((gradient.shape[2 + i] - 1) * stride[i] - 2 * padding[i] + dilation[i] * (kernel[i] - 1) + 1)
+            x.shape[2 + i]
+            - ((gradient.shape[2 + i] - 1) * stride[i] - 2 * padding[i] + dilation[i] * (kernel[i] - 1) + 1)
             for i in range(axes)
         ]
         of_x = aten.convolution(gradient, weight, None, stride, padding, dilation, True, rest, groups)
@@ -152,7 +153,14 @@ def _unpool_by_comparing(gradient: Tensor, x: Tensor, down: int, right: int) -> 
 
 
 def average_pool_backward(
-    gradient: Tensor, x: Tensor, kernel: Ints, stride: Ints, padding: Ints, ceil: bool, count_pad: bool, divisor: int | None
+    gradient: Tensor,
+    x: Tensor,
+    kernel: Ints,
+    stride: Ints,
+    padding: Ints,
+    ceil: bool,
+    count_pad: bool,
+    divisor: int | None,
 ) -> Tensor:
     """Of average pooling: by repeating if windows do not overlap, else by a transposed convolution."""
     batch, channels, height, width = x.shape
@@ -166,9 +174,7 @@ def average_pool_backward(
         each = (gradient / size).reshape(batch, channels, rows, 1, columns, 1)
         spread = each.expand(batch, channels, rows, kernel[0], columns, kernel[1])
         return _grow(spread.reshape(batch, channels, rows * kernel[0], columns * kernel[1]), height, width)
-    rest = [
-        x.shape[2 + i] - ((gradient.shape[2 + i] - 1) * stride[i] - 2 * padding[i] + kernel[i]) for i in (0, 1)
-    ]
+    rest = [x.shape[2 + i] - ((gradient.shape[2 + i] - 1) * stride[i] - 2 * padding[i] + kernel[i]) for i in (0, 1)]
     ones = torch.full((channels, 1, *kernel), 1.0 / size)
     found: Tensor = aten.convolution(gradient, ones, None, stride, padding, [1, 1], True, rest, channels)
     return found

@@ -19,7 +19,9 @@ from fedcomp_clients.export.rewrite import multiply_transposed
 _RANDOM = ("Random", "Bernoulli", "Dropout", "Multinomial")
 
 
-def to_onnx(graph: GraphModule, arguments: tuple[Tensor, ...], inputs: list[str], outputs: list[str], opset: int) -> ir.Model:
+def to_onnx(
+    graph: GraphModule, arguments: tuple[Tensor, ...], inputs: list[str], outputs: list[str], opset: int
+) -> ir.Model:
     """Translate to ONNX. Raises ExportError naming the operator that has no translation."""
     free = {0: torch.export.Dim.AUTO}
     shapes = tuple(free if i >= len(arguments) - 2 else None for i in range(len(arguments)))

@@ -10,7 +10,9 @@ _OWN = values.Opset("fedcomp", 1)
 
 
 @script(_OWN, default_opset=opset18)
-def gru(gates: FLOAT, inputs: FLOAT, state: FLOAT, of_gates: FLOAT, weight: FLOAT, bias: FLOAT) -> tuple[FLOAT, FLOAT, FLOAT, FLOAT]:
+def gru(
+    gates: FLOAT, inputs: FLOAT, state: FLOAT, of_gates: FLOAT, weight: FLOAT, bias: FLOAT
+) -> tuple[FLOAT, FLOAT, FLOAT, FLOAT]:
     """States, r and z, n, and U_n h + b."""
 
     @graph()
@@ -28,7 +30,9 @@ def gru(gates: FLOAT, inputs: FLOAT, state: FLOAT, of_gates: FLOAT, weight: FLOA
 
 
 @script(_OWN, default_opset=opset18)
-def gru_backward(gradients: FLOAT, factors: FLOAT, updates: FLOAT, weight: FLOAT, zeros: FLOAT) -> tuple[FLOAT, FLOAT, FLOAT]:
+def gru_backward(
+    gradients: FLOAT, factors: FLOAT, updates: FLOAT, weight: FLOAT, zeros: FLOAT
+) -> tuple[FLOAT, FLOAT, FLOAT]:
     """Gradients of the states, of U h + b, and of the first state."""
 
     @graph()
@@ -65,7 +69,9 @@ def lstm(
 
 
 @script(_OWN, default_opset=opset18)
-def lstm_backward(gradients: FLOAT, of_cells: FLOAT, to_cells: FLOAT, factors: FLOAT, kept: FLOAT, weight: FLOAT, zeros: FLOAT) -> tuple[FLOAT, FLOAT, FLOAT]:
+def lstm_backward(
+    gradients: FLOAT, of_cells: FLOAT, to_cells: FLOAT, factors: FLOAT, kept: FLOAT, weight: FLOAT, zeros: FLOAT
+) -> tuple[FLOAT, FLOAT, FLOAT]:
     """Gradients of a + U h, and of the first state and cell."""
 
     @graph()

@@ -18,7 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 
 @torch.library.custom_op("fedcomp::gru", mutates_args=())
-def gru_loop(gates: Tensor, inputs: Tensor, state: Tensor, of_gates: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def gru_loop(
+    gates: Tensor, inputs: Tensor, state: Tensor, of_gates: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return states, r and z, n, and U_n h + b, each for all positions.
 
     gates `(positions, batch, 2 units)` and inputs `(positions, batch, units)` are what comes from the input.
@@ -36,12 +38,16 @@ def gru_loop(gates: Tensor, inputs: Tensor, state: Tensor, of_gates: Tensor, wei
 
 
 @gru_loop.register_fake
-def _(gates: Tensor, inputs: Tensor, state: Tensor, of_gates: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(
+    gates: Tensor, inputs: Tensor, state: Tensor, of_gates: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.empty_like(inputs), torch.empty_like(gates), torch.empty_like(inputs), torch.empty_like(inputs)
 
 
 @torch.library.custom_op("fedcomp::gru_backward", mutates_args=())
-def gru_loop_backward(gradients: Tensor, factors: Tensor, updates: Tensor, weight: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def gru_loop_backward(
+    gradients: Tensor, factors: Tensor, updates: Tensor, weight: Tensor, zeros: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the states and of U h + b for all positions, and that of the first state."""
     later = zeros
     found = []
@@ -55,7 +61,9 @@ def gru_loop_backward(gradients: Tensor, factors: Tensor, updates: Tensor, weigh
 
 
 @gru_loop_backward.register_fake
-def _(gradients: Tensor, factors: Tensor, updates: Tensor, weight: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    gradients: Tensor, factors: Tensor, updates: Tensor, weight: Tensor, zeros: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(gradients), torch.empty_like(factors), torch.empty_like(gradients[0])
 
 
@@ -69,7 +77,10 @@ def lstm_loop(
     """
     found = []
     for gate, given in zip(gates, inputs, strict=True):
-        three, new = torch.sigmoid(torch.addmm(gate, state, of_gates.T)), torch.tanh(torch.addmm(given, state, weight.T))
+        three, new = (
+            torch.sigmoid(torch.addmm(gate, state, of_gates.T)),
+            torch.tanh(torch.addmm(given, state, weight.T)),
+        )
         i, f, o = three.chunk(3, 1)
         cell = f * cell + i * new
         state = o * torch.tanh(cell)

@@ -120,7 +120,11 @@ def _resnet(width: int) -> nn.Module:
 def _mobilenet(width: int) -> nn.Module:
     layers = [nn.Conv2d(1, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU6()]
     for inputs, stride in ((width, 1), (2 * width, 2), (4 * width, 2)):
-        layers += [nn.Conv2d(inputs, inputs, 3, stride, 1, groups=inputs, bias=False), nn.BatchNorm2d(inputs), nn.ReLU6()]
+        layers += [
+            nn.Conv2d(inputs, inputs, 3, stride, 1, groups=inputs, bias=False),
+            nn.BatchNorm2d(inputs),
+            nn.ReLU6(),
+        ]
         layers += [nn.Conv2d(inputs, 2 * inputs, 1, bias=False), nn.BatchNorm2d(2 * inputs), nn.ReLU6()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, 10))
 
@@ -139,7 +143,9 @@ def family(name: str, batch: int, *, small: bool = False, seed: int = 0) -> Fami
     if name in ("gru", "lstm", "transformer"):
         x, y = torch.randint(VOCABULARY, (2, batch, positions))
         if name == "transformer":
-            return Family(name, Transformer(positions, 4 * (4 if small else 16), 4, 1 if small else 2), "cross_entropy", x, y)
+            return Family(
+                name, Transformer(positions, 4 * (4 if small else 16), 4, 1 if small else 2), "cross_entropy", x, y
+            )
         return Family(name, Characters(nn.GRU if name == "gru" else nn.LSTM, 8 if small else 96), "cross_entropy", x, y)
     if name.startswith("mlp"):
         outputs, hidden = (1, 8) if "regression" in name else (10, 32 if small else 120)
