@@ -13,7 +13,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 _KINDS = {"float": "float32", "double": "float64"}  # onnxruntime's names where they are not numpy's
 
-_WRONG = ["MatmulTransposeFusion", "GemmTransposeFusion"]
+WRONG_OPTIMIZERS = ["MatmulTransposeFusion", "GemmTransposeFusion"]
 """Optimizers that change results: the first makes transpose(a) @ v wrong if v is a vector (seen with 1.32), the second
 takes every transposition for one of two dimensions, see https://github.com/microsoft/onnxruntime/issues/32228."""
 
@@ -43,7 +43,7 @@ class Graph:
             onnxruntime.set_seed(seed)  # random operators read it when the session is made, not later
         try:
             self._session = onnxruntime.InferenceSession(
-                bundle.graph(name), options, providers=["CPUExecutionProvider"], disabled_optimizers=_WRONG
+                bundle.graph(name), options, providers=["CPUExecutionProvider"], disabled_optimizers=WRONG_OPTIMIZERS
             )
         except BundleError:
             raise
