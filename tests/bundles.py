@@ -94,7 +94,6 @@ g/w = MatMul xt d
 g/b = ReduceSum d
 """
 CONSTANTS: Arrays = {
-    "classes": np.array(CLASSES, np.int64),
     "values": np.array([0, 1], np.float32),
     "axis": np.array([0], np.int64),
     "zero": np.array(0, np.int64),
@@ -109,21 +108,30 @@ CONSTANTS: Arrays = {
 }
 
 
-def mlp(folder: Path, *, optimizer: SGD | None = None, dropout: bool = False, variance: bool = False) -> Path:
+def mlp(
+    folder: Path,
+    *,
+    optimizer: SGD | None = None,
+    dropout: bool = False,
+    variance: bool = False,
+    sizes: tuple[int, int, int] = (INPUTS, HIDDEN, CLASSES),
+) -> Path:
     """Make the bundle of a perceptron with a frozen scale, a counter of steps and a running mean of the inputs.
 
     Args:
+        sizes: inputs, hidden units, classes.
         variance: keep the variance of each batch instead of the mean, as batch norm does: 0/0 for one sample.
     """
     random = np.random.default_rng(0)
+    inputs, units, classes = sizes
     values: Arrays = {
-        "w1": random.standard_normal((HIDDEN, INPUTS)).astype(np.float32),
-        "b1": np.zeros(HIDDEN, np.float32),
-        "w2": random.standard_normal((CLASSES, HIDDEN)).astype(np.float32),
-        "b2": np.zeros(CLASSES, np.float32),
+        "w1": random.standard_normal((units, inputs)).astype(np.float32),
+        "b1": np.zeros(units, np.float32),
+        "w2": random.standard_normal((classes, units)).astype(np.float32),
+        "b2": np.zeros(classes, np.float32),
         "scale": np.array(0.5, np.float32),
         "steps": np.array(0, np.int64),
-        "mean": np.zeros(INPUTS, np.float32),
+        "mean": np.zeros(inputs, np.float32),
     }
     roles = dict.fromkeys(("w1", "b1", "w2", "b2"), "parameter") | {"scale": "frozen"}
     tensors = tuple(Tensor(n, v.shape, v.dtype.name, roles.get(n, "buffer")) for n, v in values.items())
@@ -132,10 +140,10 @@ def mlp(folder: Path, *, optimizer: SGD | None = None, dropout: bool = False, va
     train = head + (DROPOUT if dropout else "") + "w2t =" + tail + BACKWARD
     if variance:
         train = train.replace("newa = Mul batchmean tenth\n", VARIANCE.lstrip())
-    x, y = Data((INPUTS,), "float32"), Data((), "int64")
+    x, y = Data((inputs,), "float32"), Data((), "int64")
     return _write(
         folder, tensors, values, (train.format(hidden=hidden), FORWARD.format(hidden="h0")), x, y,
-        classes=CLASSES, optimizer=optimizer or SGD(0.9), random=dropout,
+        classes=classes, optimizer=optimizer or SGD(0.9), random=dropout,
     )  # fmt: skip
 
 
@@ -188,7 +196,8 @@ def _graph(path: Path, text: str, tensors: tuple[Tensor, ...], x: Data, y: Data)
     for t in tensors:
         if (name := f"{'b' if t.role == 'buffer' else 'g'}/{t.name}") in made:
             outputs.append(helper.make_tensor_value_info(name, KINDS[t.dtype], t.shape))
-    constants = [numpy_helper.from_array(v, n) for n, v in CONSTANTS.items() if n in used]
+    classes = {"classes": np.array(kinds["t/b2"][1][0], np.int64)} if "t/b2" in kinds else {}
+    constants = [numpy_helper.from_array(v, n) for n, v in (CONSTANTS | classes).items() if n in used]
     graph = helper.make_graph(nodes, "step", inputs, outputs, constants)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8), path)
     return tuple(value.name for value in inputs)

@@ -13,7 +13,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 _KINDS = {"float": "float32", "double": "float64"}  # onnxruntime's names where they are not numpy's
 
-_WRONG = ["MatmulTransposeFusion", "GemmTransposeFusion"]
+WRONG_OPTIMIZERS = ["MatmulTransposeFusion", "GemmTransposeFusion"]
 """Optimizers that change results: the first makes transpose(a) @ v wrong if v is a vector (seen with 1.32), the second
 takes every transposition for one of two dimensions, see https://github.com/microsoft/onnxruntime/issues/32228."""
 
@@ -25,20 +25,25 @@ class Graph:
         name: "train.onnx" or "eval.onnx".
         threads: that an operator may use.
         seed: of the random numbers that the graph draws; None: unlike each time.
+        optimize: let onnxruntime rewrite the graph, which is faster.
 
     Raises BundleError if onnxruntime cannot load it, or its inputs and outputs are not those of the manifest.
     """
 
-    def __init__(self, bundle: Bundle, name: str, *, threads: int, seed: int | None = None) -> None:
+    def __init__(
+        self, bundle: Bundle, name: str, *, threads: int, seed: int | None = None, optimize: bool = True
+    ) -> None:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 4  # what goes wrong is raised
+        if not optimize:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         if seed is not None:
             onnxruntime.set_seed(seed)  # random operators read it when the session is made, not later
         try:
             self._session = onnxruntime.InferenceSession(
-                bundle.graph(name), options, providers=["CPUExecutionProvider"], disabled_optimizers=_WRONG
+                bundle.graph(name), options, providers=["CPUExecutionProvider"], disabled_optimizers=WRONG_OPTIMIZERS
             )
         except BundleError:
             raise

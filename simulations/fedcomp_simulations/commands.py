@@ -354,6 +354,28 @@ def _bench(codecs: list[fedcomp.Codec], inputs: list[str], size: int, with_peers
 
 
 @app.command()
+def deploy(
+    bundle: Annotated[Path, typer.Argument(help="Folder of the bundle that the clients have trained.")],
+    parameters: Annotated[Path, typer.Option(help="The trained model: a .npz file with its arrays by tensor name.")],
+    out: Annotated[Path, typer.Option(help="Folder for the models.")],
+    calibration_x: Annotated[Path | None, typer.Option(help="Some hundred inputs, .npy, for static int8.")] = None,
+    test_x: Annotated[Path | None, typer.Option(help="Inputs to test with, a .npy file.")] = None,
+    test_y: Annotated[Path | None, typer.Option(help="Their labels or targets, a .npy file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the comparison to this file.")] = None,
+) -> None:
+    """Make a trained model ready for devices: float32 and int8 ONNX, compared by bytes, accuracy and latency."""
+    from fedcomp_simulations.deploying import deploy_files
+
+    if json_file is not None:
+        _probe_file(json_file)
+    report = deploy_files(bundle, parameters, out, calibration_x, test_x, test_y)
+    print(report)
+    print(f"models: {report.folder}")
+    if json_file is not None and (failure := _save(json.dumps(report.to_json(), indent=1) + "\n", json_file)):
+        raise OSError(failure)
+
+
+@app.command()
 def codecs() -> None:
     """List the codecs and their parameters."""
     lines = {short: f"short for {text}" for short, text in aliases().items()}
