@@ -181,7 +181,7 @@ def test_the_doctor_knows_versions_that_are_too_old(monkeypatch: pytest.MonkeyPa
 def test_the_doctor_finds_gradients_that_optimizations_spoil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the optimizers that are switched off; fails once onnxruntime is mended, and then they need not be."""
     bundle = bundles.linear(tmp_path / "linear")
-    monkeypatch.setattr("fedcomp_clients.onnx_session._WRONG", [])
+    monkeypatch.setattr("fedcomp_clients.onnx_session.WRONG_OPTIMIZERS", [])
     findings = {finding.name: finding for finding in examine(bundle, tmp_path / "state")}
     assert not findings["gradients"].ok
     assert "use another version of onnxruntime" in findings["gradients"].line()

@@ -354,7 +354,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", MISTAKES)
 def test_mistakes_are_explained(case: str, tmp_path: Path) -> None:
     options, message = MISTAKES[case]
-    given = {"model": dense(), "loss": "cross_entropy", "example": samples(), "out": tmp_path / "bundle"}
+    given: dict[str, Any] = {
+        "model": dense(),
+        "loss": "cross_entropy",
+        "example": samples(),
+        "out": tmp_path / "bundle",
+    }
     with pytest.raises(ExportError, match=message):
         export_training_bundle(**given | options)
     assert not list(tmp_path.iterdir())
@@ -445,7 +450,7 @@ def check_rules(function: Callable[[Tensor], Tensor], x: Tensor, *parameters: Te
 
     traced = make_fx(gradients, decomposition_table=decompositions.decompositions())(x)
     called = {str(node.target) for node in traced.graph.nodes}
-    assert not any("pool" in name and "backward" in name or "convolution_backward" in name for name in called)
+    assert not any(("pool" in name and "backward" in name) or "convolution_backward" in name for name in called)
     for ours, theirs in zip(traced(x), gradients(x), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 

@@ -22,7 +22,7 @@ LoadData = Callable[[Context], Samples | tuple[Samples, Samples]]
 
 BundlePath = Path | str
 _TYPES: dict[str, tuple[type, ...]] = {"whole number": (int,), "number": (int, float), "text": (str,)}
-_DEVICE = ("threads", "accumulate")
+_DEVICE = ("threads", "accumulate", "evaluate-batch-size")
 
 _local = threading.local()
 
@@ -39,9 +39,9 @@ def make_client_app(
 
     Its settings are looked for in the configuration of the message, then of the run: "lr" (0.1), "local-epochs" (1),
     "batch-size" (32), "seed" (0), "proximal-mu" (0, as Flower's FedProx sends it), "clip-norm" (0: no clipping) and
-    "single" ("merge"). "threads" (1) and "accumulate" (1) suit the device: its own configuration comes first. See
-    `OnnxTrainer.fit`. The order of samples changes with round and node. Replies have the metrics "num-examples",
-    "loss" and, for classification, "accuracy".
+    "single" ("merge"). What has to suit the device, "threads" (1), "accumulate" (1) and "evaluate-batch-size" (64), is
+    looked for in its own configuration first. See `OnnxTrainer.fit`. The order of samples changes with round and node.
+    Replies have the metrics "num-examples", "loss" and, for classification, "accuracy".
 
     Args:
         bundle: folder of the bundle, or what tells it for a node.
@@ -85,7 +85,8 @@ def make_client_app(
     @compress.evaluates
     def evaluate(message: Message, context: Context) -> Message:
         x, y = _split(load_data(context))[1]
-        metrics = _metrics(trainer(message, context).evaluate(x, y))
+        size = _Settings(message, context).whole("evaluate-batch-size", 64)
+        metrics = _metrics(trainer(message, context).evaluate(x, y, batch_size=size))
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     return app

@@ -64,8 +64,8 @@ def batches(order: NDArray[np.int64], size: int, *, single: str) -> list[NDArray
 
 def pieces(rows: NDArray[np.int64], count: int, *, single: str) -> list[NDArray[np.int64]]:
     """Cut a batch into at most `count` pieces of nearly equal size; none of a single row unless such are kept."""
-    most = len(rows) if single == "keep" else len(rows) // 2
-    return np.array_split(rows, max(1, min(count, most)))
+    most = min(count, len(rows) if single == "keep" else len(rows) // 2)
+    return [rows] if most <= 1 else np.array_split(rows, most)
 
 
 def _check_array(name: str, values: Array, expected: Data) -> None:

@@ -22,8 +22,8 @@ from fedcomp_clients.manifest import SGD
 Vector = NDArray[np.float32]
 Vectors = Mapping[str, Vector]
 
-BLOCK = 1 << 14
-"""Elements that are worked on at once: four arrays of 64 kB."""
+BLOCK = 1 << 16
+"""Elements that are worked on at once: four arrays of 256 kB."""
 
 
 class Optimizer:

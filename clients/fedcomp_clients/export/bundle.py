@@ -7,6 +7,7 @@ import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -37,6 +38,7 @@ from fedcomp_clients.manifest import Tensor as Entry
 
 _PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime")
 _OPSETS = (18, 23)
+_PLAIN = SGD()
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def export_training_bundle(
     example: tuple[Tensor, Tensor],
     out: Path | str,
     *,
-    optimizer: SGD = SGD(),
+    optimizer: SGD = _PLAIN,
     task: str | None = None,
     opset: int = 18,
     check: bool = True,
@@ -218,7 +220,8 @@ def _write(folder: Path, manifest: Manifest, train: ir.Model, evaluate: ir.Model
     folder.mkdir()
     save(train, folder / TRAIN)
     save(evaluate, folder / EVAL)
-    np.savez(folder / INITIAL, **{name: value.numpy() for name, value in step.tensors.items()})
+    initial: dict[str, Any] = {name: value.numpy() for name, value in step.tensors.items()}
+    np.savez(folder / INITIAL, **initial)
     return write_manifest(folder, manifest)
 
 

@@ -23,7 +23,8 @@ Ints = Sequence[int]
 _TORCHS = """
     nll_loss_forward nll_loss2d_forward native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional
     _native_batch_norm_legit_no_training _batch_norm_with_update native_group_norm native_dropout
-    native_dropout_backward huber_loss smooth_l1_loss _log_softmax_backward_data _softmax_backward_data nll_loss_backward
+    native_dropout_backward huber_loss smooth_l1_loss _log_softmax_backward_data _softmax_backward_data
+    nll_loss_backward
     nll_loss2d_backward threshold_backward tanh_backward sigmoid_backward gelu_backward silu_backward hardtanh_backward
     hardswish_backward hardsigmoid_backward elu_backward leaky_relu_backward softplus_backward mish_backward
     mse_loss_backward smooth_l1_loss_backward huber_loss_backward native_layer_norm_backward native_group_norm_backward
@@ -135,7 +136,7 @@ def max_pool_backward(
 
 def _unpool_by_comparing(gradient: Tensor, x: Tensor, down: int, right: int) -> Tensor:
     """Give the gradient to the first of the largest values of each window, as torch does."""
-    batch, channels, height, width = x.shape
+    height, width = x.shape[2:]
     rows, columns = gradient.shape[2:]
     whole = x[:, :, : rows * down, : columns * right]
     best, *others = [whole[:, :, i::down, j::right] for i in range(down) for j in range(right)]

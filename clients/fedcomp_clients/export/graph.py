@@ -46,7 +46,10 @@ def to_onnx(
     multiply_transposed(model.graph)
     _separate(model, outputs)
     _strip(model)
-    if isinstance(next(value for value in model.graph.inputs if value.name == "x").shape[0], int):
+    if any(
+        value.name == "x" and value.shape is not None and isinstance(value.shape[0], int)
+        for value in model.graph.inputs
+    ):
         raise ExportError("the batch dimension became fixed in the graph; take the batch size from x.shape[0]")
     return model
 
@@ -64,7 +67,7 @@ def save(model: ir.Model, path: Path) -> None:
 def _separate(model: ir.Model, names: list[str]) -> None:
     """Give each output a value of its own: equal gradients come as one, a buffer that stays the same as its input."""
     taken = {id(value) for value in model.graph.inputs}
-    for i, name in enumerate(names):
+    for i in range(len(names)):
         value = model.graph.outputs[i]
         if id(value) in taken or value.producer() is None:
             if (constant := model.graph.initializers.pop(str(value.name), None)) is not None:

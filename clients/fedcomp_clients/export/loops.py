@@ -1,3 +1,4 @@
+# mypy: disable-error-code="misc, arg-type, has-type"
 """The loops of `recurrent.py` in ONNX: one `Scan` each, over the positions."""
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ def gru(
         kept = opset18.Identity(following)
         return following, kept, both, new, inner
 
-    last, states, both, new, inner = opset18.Scan(state, gates, inputs, num_scan_inputs=2, body=body)
+    _, states, both, new, inner = opset18.Scan(state, gates, inputs, num_scan_inputs=2, body=body)
     return states, both, new, inner
 
 
@@ -64,7 +65,7 @@ def lstm(
         out = opset18.Mul(o, opset18.Tanh(following))
         return out, following, opset18.Identity(out), opset18.Identity(following), three, new
 
-    last, end, states, cells, three, new = opset18.Scan(state, cell, gates, inputs, num_scan_inputs=2, body=body)
+    _, _, states, cells, three, new = opset18.Scan(state, cell, gates, inputs, num_scan_inputs=2, body=body)
     return states, cells, three, new
 
 

@@ -130,6 +130,7 @@ class _Gru(torch.autograd.Function):
         """Map inputs `(positions, batch, 3 units)` to states `(positions, batch, units)`."""
         both = 2 * state.shape[1]
         gates = inputs[..., :both] + bias[:both]
+        states: Tensor
         states, gates, new, inner = gru_loop(
             gates, inputs[..., both:].contiguous(), state, weight[:both], weight[both:], bias[both:]
         )
@@ -159,7 +160,7 @@ class _Lstm(torch.autograd.Function):
     def forward(
         ctx: Any, gates: Tensor, inputs: Tensor, state: Tensor, cell: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Map inputs of i, f, o `(positions, batch, 3 units)` and of g to states and cells `(positions, batch, units)`."""
+        """Map what comes from the input, for i, f, o `(positions, batch, 3 units)` and for g, to states and cells."""
         three = gates.shape[2]
         states, cells, gates, new = lstm_loop(gates, inputs, state, cell, weight[:three], weight[three:])
         ctx.save_for_backward(states, cells, gates, new, state, cell, weight)

@@ -1,5 +1,6 @@
 """Models that devices train: one of each family, in a size for a table and a small one for tests."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,7 +101,9 @@ class Transformer(nn.Module):
 
 def _cnn(side: int, width: int, hidden: int, norm: Norm = "none") -> nn.Module:
     def normed(channels: int) -> list[nn.Module]:
-        return {"none": [], "batch": [nn.BatchNorm2d(channels)], "group": [nn.GroupNorm(4, channels)]}[norm]
+        if norm == "none":
+            return []
+        return [nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(4, channels)]
 
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1), *normed(width), nn.ReLU(), nn.MaxPool2d(2),
@@ -130,8 +133,17 @@ def _mobilenet(width: int) -> nn.Module:
 
 
 NAMES = (
-    "mlp", "mlp regression", "cnn", "cnn batch norm", "cnn group norm", "resnet", "mobilenet", "gru", "lstm", "transformer",
-)  # fmt: skip
+    "mlp",
+    "mlp regression",
+    "cnn",
+    "cnn batch norm",
+    "cnn group norm",
+    "resnet",
+    "mobilenet",
+    "gru",
+    "lstm",
+    "transformer",
+)
 
 
 def family(name: str, batch: int, *, small: bool = False, seed: int = 0) -> Family:
@@ -139,27 +151,40 @@ def family(name: str, batch: int, *, small: bool = False, seed: int = 0) -> Fami
     if name not in NAMES:
         raise ConfigError(f"unknown family {name!r}; expected one of {', '.join(NAMES)}")
     torch.manual_seed(seed)
-    side, width, positions = (8, 4, 8) if small else (28, 32, 32)
+    model = _model(name, small)
     if name in ("gru", "lstm", "transformer"):
-        x, y = torch.randint(VOCABULARY, (2, batch, positions))
-        if name == "transformer":
-            return Family(
-                name, Transformer(positions, 4 * (4 if small else 16), 4, 1 if small else 2), "cross_entropy", x, y
-            )
-        return Family(name, Characters(nn.GRU if name == "gru" else nn.LSTM, 8 if small else 96), "cross_entropy", x, y)
-    if name.startswith("mlp"):
-        outputs, hidden = (1, 8) if "regression" in name else (10, 32 if small else 120)
-        model = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
-        x = torch.randn(batch, 64)
-        if "regression" in name:
-            return Family(name, model, "smooth_l1", x, torch.randn(batch, 1))
-        return Family(name, model, "cross_entropy", x, torch.randint(10, (batch,)))
-    x, y = torch.randn(batch, 1, side, side), torch.randint(10, (batch,))
-    models = {
-        "cnn": lambda: _cnn(side, width, 16 if small else 40),
-        "cnn batch norm": lambda: _cnn(side, width, 16 if small else 40, "batch"),
-        "cnn group norm": lambda: _cnn(side, width, 16 if small else 40, "group"),
-        "resnet": lambda: _resnet(4 if small else 16),
-        "mobilenet": lambda: _mobilenet(4 if small else 16),
+        x, y = torch.randint(VOCABULARY, (2, batch, _positions(small)))
+        return Family(name, model, "cross_entropy", x, y)
+    if name == "mlp regression":
+        return Family(name, model, "smooth_l1", torch.randn(batch, 64), torch.randn(batch, 1))
+    x = torch.randn(batch, 64) if name == "mlp" else torch.randn(batch, 1, _side(small), _side(small))
+    return Family(name, model, "cross_entropy", x, torch.randint(10, (batch,)))
+
+
+def _side(small: bool) -> int:
+    return 8 if small else 28
+
+
+def _positions(small: bool) -> int:
+    return 8 if small else 32
+
+
+def _model(name: str, small: bool) -> nn.Module:
+    width, hidden, thin, units = (4, 16, 4, 8) if small else (32, 40, 16, 96)
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "mlp": lambda: _mlp(32 if small else 120, 10),
+        "mlp regression": lambda: _mlp(8, 1),
+        "cnn": lambda: _cnn(_side(small), width, hidden),
+        "cnn batch norm": lambda: _cnn(_side(small), width, hidden, "batch"),
+        "cnn group norm": lambda: _cnn(_side(small), width, hidden, "group"),
+        "resnet": lambda: _resnet(thin),
+        "mobilenet": lambda: _mobilenet(thin),
+        "gru": lambda: Characters(nn.GRU, units),
+        "lstm": lambda: Characters(nn.LSTM, units),
+        "transformer": lambda: Transformer(_positions(small), 4 * thin, 4, 1 if small else 2),
     }
-    return Family(name, models[name](), "cross_entropy", x, y)
+    return makers[name]()
+
+
+def _mlp(hidden: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
