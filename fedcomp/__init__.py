@@ -31,7 +31,16 @@ from fedcomp.codecs import (
     VectorQuantizer,
 )
 from fedcomp.compressor import CompressedUpdate, compress, decompress, generator
-from fedcomp.errors import BudgetError, ConfigError, FedcompError, FrameError, LayoutError, NonFiniteError
+from fedcomp.errors import (
+    BudgetError,
+    BundleError,
+    ConfigError,
+    DataError,
+    FedcompError,
+    FrameError,
+    LayoutError,
+    NonFiniteError,
+)
 from fedcomp.feedback import (
     DGC,
     EF21,
@@ -53,11 +62,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DGC", "E8", "ECSQ", "EDEN", "EF21", "LRQ", "QSGD", "STC", "Auto", "BlockTopK", "Budget",
-    "BudgetError", "CAFe", "Codebook", "Codec",
-    "CompressedUpdate", "ConfigError", "CountSketch", "ErrorFeedback", "FedcompError", "Feedback", "FetchSGD",
-    "FrameError", "Identity", "Layout", "LayoutError", "LloydMax", "LogQuantizer", "LowRank", "Memory", "Monitor",
-    "NoFeedback", "NoisySign", "NonFiniteError", "Plan", "PowerSGD", "RandomK", "ResidualVQ", "Rule", "Schedule",
-    "Sign", "Tensor", "TensorTrain", "TernGrad", "Threshold", "TopK", "Trellis", "Uniform", "VectorQuantizer",
-    "as_feedback", "bits_per_parameter", "compress", "cosine", "decompress", "from_config", "generator", "nmse",
-    "parse_codec", "register", "registered", "to_config",
+    "BudgetError", "BundleError", "CAFe", "Codebook", "Codec",
+    "CompressedUpdate", "ConfigError", "CountSketch", "DataError", "ErrorFeedback", "FedcompError", "Feedback",
+    "FetchSGD", "FrameError", "Identity", "Layout", "LayoutError", "LloydMax", "LogQuantizer", "LowRank", "Memory",
+    "Monitor", "NoFeedback", "NoisySign", "NonFiniteError", "Plan", "PowerSGD", "RandomK", "ResidualVQ", "Rule",
+    "Schedule", "Sign", "Tensor", "TensorTrain", "TernGrad", "Threshold", "TopK", "Trellis", "Uniform",
+    "VectorQuantizer", "as_feedback", "bits_per_parameter", "compress", "cosine", "decompress", "from_config",
+    "generator", "nmse", "parse_codec", "register", "registered", "to_config",
 ]  # fmt: skip

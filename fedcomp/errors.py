@@ -4,7 +4,10 @@
     ├── ConfigError        a codec, plan or experiment is described wrongly
     │   └── BudgetError          a budget that the smallest frame does not fit in
     ├── LayoutError        tensors do not fit the model: name, shape or dtype
+    ├── ExportError        a model that cannot become a training bundle, or whose bundle is wrong
     ├── NonFiniteError     NaN or infinity where a number is needed
+    ├── BundleError        a folder that is no sound training bundle
+    ├── DataError          training data that do not fit the model
     └── FrameError         bytes that are no valid frame for this model
         ├── RoundError           a sound frame of another round
         ├── StaleModelError      a sound package that changes a model which is not held
@@ -26,8 +29,20 @@ class LayoutError(FedcompError):
     """Tensors do not fit the layout they are used with: a name, shape or dtype differs."""
 
 
+class ExportError(FedcompError):
+    """A model cannot be exported for training on a device, or what came out does not do what torch does."""
+
+
 class NonFiniteError(FedcompError):
     """An update holds NaN or infinity. Raised before anything is changed: no residual, no frame."""
+
+
+class BundleError(FedcompError):
+    """A training bundle is incomplete, damaged, or of a version that this fedcomp cannot read."""
+
+
+class DataError(FedcompError):
+    """Training data do not fit the model: shape, dtype, labels out of range, or values that are no numbers."""
 
 
 class FrameError(FedcompError):

@@ -175,6 +175,16 @@ time.sleep(600)
 """
 
 
+def test_a_process_runs_the_programs_of_its_own_environment(tmp_path: Path) -> None:
+    own = tmp_path / "bin" / "flwr"
+    own.parent.mkdir()
+    own.write_text("#!/bin/sh\necho mine\n")
+    own.chmod(0o755)
+    with Child(["flwr"], tmp_path / "log", {"PATH": str(own.parent)}) as child:
+        assert child.wait(10) == 0
+    assert child.text() == "mine\n"
+
+
 def family(folder: Path) -> Child:
     child = Child(["python", "-c", FAMILY], folder / "log", dict(os.environ) | {"WHERE": str(folder)})
     child.wait_for(lambda: "both" in child.text() or None, 20, "both")

@@ -20,7 +20,8 @@ ALLOWED = {
     "fedcomp_clients": {"fedcomp", "flwr", "numpy", "onnxruntime"},
     "fedcomp_strategies": {"fedcomp", "flwr", "numpy", "torch"},
 }
-TORCH_MAY = ("fedcomp/device/", "clients/fedcomp_clients/torch/")
+TORCH_MAY = ("fedcomp/device/", "clients/fedcomp_clients/torch/", "clients/fedcomp_clients/export/")
+ONNX_MAY = ("clients/fedcomp_clients/export/", "clients/fedcomp_clients/deploy/")  # for workstations and servers
 LOADED = {  # importing the first must not load any of the others
     "fedcomp": [
         "flwr",
@@ -31,7 +32,12 @@ LOADED = {  # importing the first must not load any of the others
         "fedcomp_strategies",
         "fedcomp_simulations",
     ],
-    "fedcomp_clients": ["torch", "ray", "scipy", "fedcomp_strategies", "fedcomp_simulations"],
+    "fedcomp_clients": ["flwr", "onnxruntime", "torch", "onnx", "onnx_ir"],
+    "fedcomp_clients.mod": ["onnxruntime", "torch", "ray", "scipy", "fedcomp_strategies", "fedcomp_simulations"],
+    "fedcomp_clients.app": ["torch", "onnx", "onnx_ir", "ray", "scipy", "fedcomp_strategies", "fedcomp_simulations"],
+    "fedcomp_clients.onnx_trainer": ["flwr", "torch", "onnx", "onnx_ir", "scipy"],
+    "fedcomp_clients.bundle": ["flwr", "onnxruntime", "torch", "onnx", "onnx_ir"],
+    "fedcomp_clients.deploy": ["torch", "onnx", "onnxruntime", "fedcomp_strategies", "fedcomp_simulations"],
     "fedcomp_strategies": ["ray", "fedcomp_clients", "fedcomp_simulations"],
     "fedcomp_simulations.cli": ["torch", "flwr", "matplotlib", "ray"],
 }
@@ -54,6 +60,8 @@ def test_packages_import_only_what_their_layer_may(package: str) -> None:
         foreign = imports(path) - set(sys.stdlib_module_names) - ALLOWED[package] - {package}
         if path.relative_to(ROOT).as_posix().startswith(TORCH_MAY):
             foreign -= {"torch"}
+        if path.relative_to(ROOT).as_posix().startswith(ONNX_MAY):
+            foreign -= {"onnx", "onnx_ir", "onnxscript"}
         assert not foreign, f"{path.relative_to(ROOT)} imports {sorted(foreign)}"
 
 

@@ -354,6 +354,28 @@ def _bench(codecs: list[fedcomp.Codec], inputs: list[str], size: int, with_peers
 
 
 @app.command()
+def deploy(
+    bundle: Annotated[Path, typer.Argument(help="Folder of the bundle that the clients have trained.")],
+    parameters: Annotated[Path, typer.Option(help="The trained model: a .npz file with its arrays by tensor name.")],
+    out: Annotated[Path, typer.Option(help="Folder for the models.")],
+    calibration_x: Annotated[Path | None, typer.Option(help="Some hundred inputs, .npy, for static int8.")] = None,
+    test_x: Annotated[Path | None, typer.Option(help="Inputs to test with, a .npy file.")] = None,
+    test_y: Annotated[Path | None, typer.Option(help="Their labels or targets, a .npy file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the comparison to this file.")] = None,
+) -> None:
+    """Make a trained model ready for devices: float32 and int8 ONNX, compared by bytes, accuracy and latency."""
+    from fedcomp_simulations.deploying import deploy_files
+
+    if json_file is not None:
+        _probe_file(json_file)
+    report = deploy_files(bundle, parameters, out, calibration_x, test_x, test_y)
+    print(report)
+    print(f"models: {report.folder}")
+    if json_file is not None and (failure := _save(json.dumps(report.to_json(), indent=1) + "\n", json_file)):
+        raise OSError(failure)
+
+
+@app.command()
 def codecs() -> None:
     """List the codecs and their parameters."""
     lines = {short: f"short for {text}" for short, text in aliases().items()}
@@ -370,6 +392,41 @@ def _parameter(entry: Field[Any]) -> str:
         return entry.name
     text = repr(entry.default) if isinstance(entry.default, str) else str(entry.default)
     return f"{entry.name}={text}"
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(metavar="MODULE:MODEL", help="A torch module, or what makes one.")],
+    out: Annotated[Path, typer.Option(help="Folder of the bundle.")],
+    loss: Annotated[str, typer.Option(help="cross_entropy, mse, smooth_l1 or module:loss.")] = "cross_entropy",
+    example: Annotated[str | None, typer.Option(help="module:example, a pair of tensors x and y.")] = None,
+    x_shape: Annotated[str | None, typer.Option(help='Instead: the shape of one sample, as in "1x28x28".')] = None,
+    tokens: Annotated[int | None, typer.Option(help="With --x-shape: x are whole numbers below this.")] = None,
+    momentum: Annotated[float, typer.Option(help="Of SGD on the device.")] = 0.0,
+    weight_decay: Annotated[float, typer.Option(help="Of SGD on the device.")] = 0.0,
+    nesterov: Annotated[bool, typer.Option("--nesterov", help="Of SGD on the device.")] = False,
+    check: Annotated[bool, typer.Option(help="Compare steps with torch before anything is written.")] = True,
+) -> None:
+    """Export a torch model and its loss as a bundle that devices train from without torch."""
+    try:
+        from fedcomp_simulations import exporting
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("onnx", "onnx_ir", "onnxruntime", "onnxscript", "torch"):
+            raise
+        raise ConfigError(f'{error.name} is not installed; run: pip install "fedcomp[export,simulation]"') from error
+    from fedcomp_clients.manifest import SGD
+
+    made = exporting.export(
+        model, out, loss=loss, example=example, x_shape=x_shape, tokens=tokens, check=check,
+        optimizer=SGD(momentum, weight_decay, nesterov),
+    )  # fmt: skip
+    manifest = made.manifest
+    size = sum(file.bytes for file in manifest.files.values())
+    found = manifest.check
+    compared = f"differs from torch by {found.largest_difference:.1e} at most" if found else "not compared with torch"
+    if manifest.random and check:
+        compared = "compared with torch without dropout"
+    print(f"{made.folder}: {len(manifest.tensors)} tensors, {made.nodes} operators, {size:,} bytes; {compared}")
 
 
 @app.command()

@@ -120,7 +120,8 @@ class Deployment:
 
         Args:
             config: its node config.
-            environment: variables of this node only.
+            environment: variables of this node only; with a PATH, it runs in the Python environment whose programs are
+                first there.
             superlink: the address that it is told; None: that of the SuperLink.
             port: of its own API; None: a free one.
             wait: until it is connected; without, call its `connect`.

@@ -35,7 +35,7 @@ class Child:
     Its standard output and errors go to `log`, in one file. Use it as a context manager, or call `stop`.
 
     Args:
-        command: program and arguments; a program of this Python environment is found without it being on the path.
+        command: program and arguments; a program that is not on the path of `environment` is looked for beside Python.
         log: a file that is written anew.
         environment: the whole environment of the process.
 
@@ -49,7 +49,7 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as out:
             self._process = subprocess.Popen(
-                [find_program(command[0]), *command[1:]],
+                [find_program(command[0], environment.get("PATH", "")), *command[1:]],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -150,9 +150,10 @@ def _lives_in(group: int, stat: Path) -> bool:
     return int(its_group) == group and state not in "ZX"
 
 
-def find_program(name: str) -> str:
-    """The path of a program of this Python environment, or on the path. Raises DeploymentError if there is none."""
-    found = shutil.which(name, path=program_path(os.environ))
+def find_program(name: str, path: str = "") -> str:
+    """The path of a program on `path`, beside Python or on our own path. Raises DeploymentError if there is none."""
+    found = shutil.which(name, path=path) if path else None
+    found = found or shutil.which(name, path=program_path(os.environ))
     if found is None:
         raise DeploymentError(f'{name}: not found beside {sys.executable}; run: pip install "fedcomp[simulation]"')
     return found

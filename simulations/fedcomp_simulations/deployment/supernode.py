@@ -18,7 +18,8 @@ class SuperNode:
         folder: holds FLWR_HOME, the state directory and a log for each start.
         superlink: address of the SuperLink, or of a proxy before it.
         config: its node config, such as partition-id and num-partitions.
-        environment: variables of this node only.
+        environment: variables of this node only; with a PATH, it runs in the Python environment whose programs are
+            first there.
         port: of its own API, for the apps it starts; None: a free one at each start.
 
     Attributes:
