@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,10 @@ from fedcomp.errors import ExportError
 from fedcomp_clients.bundle import MANIFEST, TRAIN, Bundle, read_bundle
 from fedcomp_clients.export import SGD, Exported, decompositions, export_training_bundle
 from fedcomp_clients.export.model import named_loss
-from fedcomp_clients.export.recurrent import AsLoops
 from fedcomp_clients.onnx_session import Graph
 from fedcomp_clients.onnx_trainer import OnnxTrainer
 from fedcomp_clients.sgd import Optimizer
 from fedcomp_simulations.bench.families import NAMES, Family, family
-from fedcomp_simulations.cli import main
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -370,166 +367,3 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="is no training bundle; choose another folder"):
         export_training_bundle(dense(), "cross_entropy", samples(), tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
-
-
-@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
-@pytest.mark.parametrize(("layers", "both_ways", "biased"), [(1, False, True), (2, True, True), (1, True, False)])
-def test_loops_compute_what_recurrent_layers_do(
-    kind: type[nn.GRU | nn.LSTM], layers: int, both_ways: bool, biased: bool
-) -> None:
-    torch.manual_seed(0)
-    layer = kind(3, 5, layers, bias=biased, batch_first=True, bidirectional=both_ways)
-    x = torch.randn(4, 6, 3, requires_grad=True)
-    found = []
-    for loops in (False, True):
-        if loops:
-            with AsLoops():
-                output, last = layer(x)
-        else:
-            output, last = layer(x)
-        ends = last if isinstance(last, tuple) else (last,)
-        total = (output * torch.arange(output.numel()).reshape(output.shape)).sum() + sum(
-            end.square().sum() for end in ends
-        )
-        gradients = torch.autograd.grad(total, [x, *layer.parameters()])
-        found.append([output, *ends, *gradients])
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-POOLS: dict[str, Callable[[Tensor], Tensor]] = {
-    "max": lambda x: functional.max_pool2d(x, 2),
-    "max with a rest": lambda x: functional.max_pool2d(x[..., :7, :5], (3, 2)),
-    "max overlapping": lambda x: functional.max_pool2d(x, 3, 2, 1),
-    "average": lambda x: functional.avg_pool2d(x, 2),
-    "average with a rest": lambda x: functional.avg_pool2d(x[..., :7], 3),
-    "average overlapping": lambda x: functional.avg_pool2d(x, 3, 2, 1),
-}
-
-
-@pytest.mark.parametrize("pool", POOLS)
-def test_rules_of_pools(pool: str) -> None:
-    """Ties too: values are whole numbers, so that most windows have several largest."""
-    torch.manual_seed(0)
-    x = torch.randint(3, (2, 3, 8, 8)).float().requires_grad_()
-    check_rules(POOLS[pool], x)
-
-
-CONVOLUTIONS = {
-    "plain": nn.Conv2d(4, 6, 3),
-    "many channels": nn.Conv2d(18, 6, (3, 2), padding=1),
-    "stride": nn.Conv2d(4, 6, 3, 2, 1),
-    "dilation": nn.Conv2d(4, 6, 3, 1, 2, 2),
-    "groups": nn.Conv2d(4, 6, 3, padding=1, groups=2),
-    "depthwise": nn.Conv2d(4, 4, 3, 2, 1, groups=4),
-    "depthwise, two each": nn.Conv2d(4, 8, 3, groups=4),
-    "transposed": nn.ConvTranspose2d(4, 6, 3, 2, 1, 1),
-    "transposed groups": nn.ConvTranspose2d(4, 6, 3, groups=2),
-    "one axis": nn.Conv1d(4, 6, 5, 2, 1),
-    "three axes": nn.Conv3d(4, 6, 2),
-}
-
-
-@pytest.mark.parametrize("case", CONVOLUTIONS)
-def test_rules_of_convolutions(case: str) -> None:
-    layer = CONVOLUTIONS[case]
-    torch.manual_seed(0)
-    axes = layer.weight.dim() - 2
-    x = torch.randn(3, layer.in_channels, *[8, 7, 6][:axes], requires_grad=True)
-    check_rules(layer, x, *layer.parameters())
-
-
-def check_rules(function: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor) -> None:
-    """Compare gradients by our rules with torch's."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    def gradients(x: Tensor) -> tuple[Tensor, ...]:
-        output = function(x)
-        weights = torch.arange(output.numel()).reshape(output.shape).to(x.dtype) / output.numel()
-        return torch.autograd.grad((output * weights).sum(), [x, *parameters])
-
-    traced = make_fx(gradients, decomposition_table=decompositions.decompositions())(x)
-    called = {str(node.target) for node in traced.graph.nodes}
-    assert not any(("pool" in name and "backward" in name) or "convolution_backward" in name for name in called)
-    for ours, theirs in zip(traced(x), gradients(x), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-MODULE = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-
-def make():
-    return net
-
-def needy(argument):
-    return net
-
-def loss(output, y):
-    return ((output - y) ** 2).mean()
-
-example = torch.randn(4, 6), torch.randint(3, (4,))
-numbers = [1, 2]
-branch = nn.Sequential(net, nn.Identity())
-branch[1].forward = lambda x: x if x.sum() > 0 else -x
-"""
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    Path("own_nets.py").write_text(MODULE)
-    Path("broken_nets.py").write_text("1 / 0")
-    monkeypatch.delitem(sys.modules, "own_nets", raising=False)
-    return tmp_path
-
-
-def test_the_command_exports(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--x-shape", "6", "--out", "bundle", "--momentum", "0.9", "--weight-decay", "1e-4", "--nesterov"]
-    assert main(["export", "own_nets:make", *options]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    assert captured.out.startswith("bundle: 4 tensors, ")
-    assert "differs from torch by " in captured.out
-    manifest = read_bundle(here / "bundle").manifest
-    assert manifest.optimizer == SGD(0.9, 1e-4, True)
-    assert (manifest.x.shape, manifest.y.shape, manifest.classes) == ((6,), (), 3)
-
-
-COMMANDS: dict[str, tuple[list[str], str]] = {
-    "no colon": (["own_nets", "--x-shape", "6"], "MODEL: expected module:name, got 'own_nets'"),
-    "no module": (["unknown_nets:net", "--x-shape", "6"], "there is no module 'unknown_nets'"),
-    "no name": (["own_nets:nest", "--x-shape", "6"], "has no attribute 'nest'"),
-    "broken": (["broken_nets:net", "--x-shape", "6"], "broken_nets cannot be imported: ZeroDivisionError"),
-    "no model": (
-        ["own_nets:numbers", "--x-shape", "6"],
-        "expected a torch module or a function that makes one, got list",
-    ),
-    "arguments": (["own_nets:needy", "--x-shape", "6"], "needy() fails: TypeError"),
-    "no shapes": (["own_nets:net"], "expected either --example or --x-shape"),
-    "bad shape": (["own_nets:net", "--x-shape", "6,6"], "--x-shape: expected sides such as \"1x28x28\", got '6,6'"),
-    "wrong shape": (["own_nets:net", "--x-shape", "7"], "the model fails on x of shape (8, 7)"),
-    "own loss": (["own_nets:net", "--x-shape", "6", "--loss", "own_nets:loss"], "pass --example"),
-    "unknown loss": (["own_nets:net", "--x-shape", "6", "--loss", "hinge"], "--loss: expected cross_entropy, mse"),
-    "example": (
-        ["own_nets:net", "--example", "own_nets:numbers"],
-        "example: expected a tensor of samples for x, got int",
-    ),
-    "branch": (["own_nets:branch", "--example", "own_nets:example"], "depends on values of tensors"),
-    "momentum": (["own_nets:net", "--x-shape", "6", "--momentum", "1"], "0 <= momentum < 1"),
-}
-
-
-@pytest.mark.parametrize("case", COMMANDS)
-def test_mistakes_at_the_command_are_one_line(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments, message = COMMANDS[case]
-    assert main(["export", *arguments, "--out", "bundle"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert message in captured.err
-    assert not (here / "bundle").exists()

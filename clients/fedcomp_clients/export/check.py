@@ -48,8 +48,8 @@ def check(step: Step, bundle: Bundle, x: Tensor, y: Tensor) -> Check:
             _compare(device.evaluate(state, x[rows], y[rows]), outputs, size)
     except (BundleError, DataError, NonFiniteError) as error:
         raise ExportError(
-            f"the graph does not run ({error}); nothing was written. Take the batch size from x.shape[0], and the "
-            "example from real data"
+            f"the graph does not run ({error}); nothing was written. Take the batch size from x.shape[0], not from "
+            "len(x), and the example from real data"
         ) from error
     return Check(BATCHES, worst)
 

@@ -52,7 +52,7 @@ def trace(function: Function, model: nn.Module, arguments: tuple[Tensor, ...]) -
     fixed = [str(value) for value in shapes.replacements.values() if not str(value).startswith("s")]
     if fixed:
         raise ExportError(
-            f"the model works for a batch of {fixed[0]} only; write code that takes the batch size from x.shape[0], "
+            f"the model works for a batch of {fixed[0]} only; take the batch size from x.shape[0], not from len(x), "
             "and compare it with nothing"
         )
     graph.graph.eliminate_dead_code()
