@@ -27,7 +27,7 @@ Arrays = dict[str, NDArray[Any]]
 
 RULE = SGD(momentum=0.9, weight_decay=1e-3, nesterov=True)
 RATE = 0.05
-QUICK = ("mlp regression", "cnn batch norm", "gru")
+QUICK = ("mlp regression", "gru")
 
 
 @pytest.fixture(autouse=True)
