@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError, FedcompError, LayoutError
 from fedcomp_clients.bundle import MANIFEST, Bundle, read_bundle
 from fedcomp_clients.mod import CompressMod
+from fedcomp_clients.node import node_of
 from fedcomp_clients.onnx_trainer import Evaluation, FitResult, OnnxTrainer
 
 Samples = tuple[NDArray[Any], NDArray[Any]]
@@ -124,9 +125,7 @@ class _Settings:
 
 def _seed(told: _Settings, context: Context) -> int:
     """Another one for each round and node, the same whenever these are."""
-    node = context.node_config.get("partition-id", context.node_id)
-    number = node if isinstance(node, int) and node >= 0 else context.node_id
-    parts = (abs(told.whole("seed", 0)), abs(told.whole("server-round", 0)), abs(number))
+    parts = (abs(told.whole("seed", 0)), abs(told.whole("server-round", 0)), abs(node_of(context)[1]))
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
 
 

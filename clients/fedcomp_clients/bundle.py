@@ -11,18 +11,17 @@ and y is the batch, everything else is fixed. A digest tells damage, not malice:
 """
 
 import hashlib
-import os
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import BundleError
+from fedcomp_clients.files import replacing
 from fedcomp_clients.manifest import (
     EVAL,
     FILES,
@@ -98,17 +97,8 @@ def write_manifest(folder: Path | str, manifest: Manifest) -> Manifest:
         with _open(folder / name) as file:
             measured[name] = _measure(file)
     complete = replace(manifest, files=measured)
-    with NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False, encoding="utf-8") as file:
-        temporary = Path(file.name)
-        try:
-            file.write(complete.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-            temporary.chmod(0o644)
-            temporary.replace(folder / MANIFEST)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+    with replacing(folder / MANIFEST, 0o644) as file:
+        file.write(complete.to_json().encode())
     return complete
 
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 _TRAINING = re.compile(r"[0-9]+(-[^\W_]{1,32})?")
 _FILE = re.compile(r"(node|partition)-[0-9]+(\.[0-9]+\.memory|\.model)|\.fedcomp-\w+\.tmp")
@@ -58,15 +58,31 @@ def write_file(path: Path, data: bytes, limit: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _tidy(path.parent.parent)
     _make_room(path, len(data), limit)
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: int | None = None) -> Iterator[IO[bytes]]:
+    """A file to write to, which takes the place of the one at the path once the block has ended well.
+
+    Args:
+        path: its folder must be there.
+        mode: permissions; None: for this user only.
+
+    Raises OSError if it cannot be written, the old file intact.
+    """
     temporary = None
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".fedcomp-", suffix=".tmp", delete=False) as file:
             temporary = Path(file.name)
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())  # or a power cut could leave the new name with nothing in it
+        if mode is not None:
+            temporary.chmod(mode)
         temporary.replace(path)
-    except OSError:
+    except BaseException:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
         raise

@@ -21,6 +21,7 @@ from fedcomp.request import DECLINED, KEY, Request, has_floats
 from fedcomp_clients import order
 from fedcomp_clients.compact import compacted, evaluate, package_in, unpacked, with_frame
 from fedcomp_clients.downlink import FileModelCache, ModelCache, Received, receive
+from fedcomp_clients.node import node_of, partition_of
 from fedcomp_clients.state import FileStore, StateStore
 from fedcomp_clients.told import Told, first_time
 
@@ -114,7 +115,7 @@ class CompressMod:
         if found is None:
             return None
         key, package = found
-        received = receive(package, self.models, str(context.run_id), _node(context)[0])
+        received = receive(package, self.models, str(context.run_id), node_of(context)[0])
         model = ArrayRecord({name: Array(values) for name, values in received.arrays.items()})
         message.content = unpacked(message.content, key, model)
         return replace(received, arrays={})  # training needs the room
@@ -135,7 +136,7 @@ class CompressMod:
         weight: float,
     ) -> tuple[bytes, bool]:
         """The frame, and whether it keeps to a budget of this node's own."""
-        name, number = _node(context)
+        name, number = node_of(context)
         request = told.request
         assert request is not None
         start = {key: array.numpy() for key, array in base.items()}
@@ -154,7 +155,7 @@ class CompressMod:
             feedback=request.feedback,
             predictor=None if predictor is None else decompress(predictor, blank(start)),
             memory=self._recall(request, told.used(number), context, layout) if remembers else EMPTY,
-            number=number if remembers and told.ack is None and _partition(context) is not None else None,
+            number=number if remembers and told.ack is None and partition_of(context) is not None else None,
             unkept=received is not None and received.unkept,
             measured=request.norm,
             weight=weight,
@@ -171,12 +172,12 @@ class CompressMod:
 
     def _recall(self, request: Request, acknowledged: int, context: Context, layout: Layout) -> Memory | None:
         """The memory that belongs to the last upload the server used. What belongs to others never happened."""
-        training, name = _training(request, context), _node(context)[0]
+        training, name = _training(request, context), node_of(context)[0]
         self.store.discard(training, name, but=acknowledged)
         return self.store.load(training, name, acknowledged, memory_layout(layout)) if acknowledged else EMPTY
 
     def _remember(self, update: CompressedUpdate, request: Request, context: Context, layout: Layout) -> None:
-        training, name = _training(request, context), _node(context)[0]
+        training, name = _training(request, context), node_of(context)[0]
         place = self.store.save(training, name, update.memory, memory_layout(layout), exact=request.feedback.exact)
         context.state[KEY] = ConfigRecord({"memory": place, "round": request.round})
         log.info("round %d: residual is %.3g times the update", request.round, update.residual_ratio)
@@ -206,14 +207,3 @@ def _declined(reply: Message, told: Told, context: Context) -> Message:
 
 def _training(request: Request, context: Context) -> str:
     return f"{context.run_id}-{request.session}"
-
-
-def _partition(context: Context) -> int | None:
-    partition = context.node_config.get("partition-id")
-    return partition if isinstance(partition, int) and partition >= 0 else None
-
-
-def _node(context: Context) -> tuple[str, int]:
-    """Name and number of this node: its partition where it has one, since node ids change when a SuperNode restarts."""
-    partition = _partition(context)
-    return (f"node-{context.node_id}", context.node_id) if partition is None else (f"partition-{partition}", partition)

@@ -4,15 +4,14 @@ Flower calls ``mods[0]`` first, so the mods before `compress_mod` get its frame 
 """
 
 import math
-import sys
 from collections.abc import Mapping
-from types import FrameType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import ConfigError
+from fedcomp._callers import callers
 
 CLIPPING_NORM = "clipping_norm"
 """Key by which Flower's wrappers for client-side clipping tell clients how long an update may be."""
@@ -25,17 +24,14 @@ def check_outer() -> None:
 
     Mods do not know each other, but one that stands before ours has called it, so it is on the stack.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
+    for module, function in callers():
         place = module.rpartition(".")[2] if module.startswith("flwr.") else ""
         if place in _BEFORE:
-            name = "LocalDpMod" if place == "localdp_mod" else frame.f_code.co_name
+            name = "LocalDpMod" if place == "localdp_mod" else function
             raise ConfigError(
                 f"{name} stands before compress_mod and would be given a frame instead of a model; "
                 f"put it after: mods=[compress_mod, {name}]"
             )
-        frame = frame.f_back
 
 
 def unclipped(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[Any]], norm: object) -> str:

@@ -1,10 +1,8 @@
 """The tensors of a model as they come from elsewhere: from a server or from a file."""
 
-import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -12,6 +10,7 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import FedcompError, LayoutError
 from fedcomp.layout import check_finite
+from fedcomp_clients.files import replacing
 from fedcomp_clients.manifest import Manifest, Tensor
 
 Array = NDArray[Any]
@@ -53,17 +52,10 @@ def _as_tensor(tensor: Tensor, given: Array) -> Array:
 
 def save_tensors(path: Path, values: Mapping[str, Array]) -> None:
     """Write an .npz file, or replace it. Raises FedcompError if it cannot, an old file intact."""
-    temporary = None
     try:
-        with NamedTemporaryFile(dir=path.parent, prefix=".fedcomp-", suffix=".tmp", delete=False) as file:
-            temporary = Path(file.name)
+        with replacing(path) as file:
             np.savez(file, **values)  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())  # or a power cut could leave the new name with nothing in it
-        temporary.replace(path)
     except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
         raise FedcompError(
             f"the model cannot be saved at {path} ({error.strerror or error}); what was there is untouched; "
             "free some space or choose another place"

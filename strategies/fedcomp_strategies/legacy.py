@@ -5,7 +5,6 @@
 of the Message API, so that requests, decoding, guards, feedback, budgets and counts are the same.
 """
 
-import inspect
 from typing import Any, cast
 
 import flwr.server.strategy as legacy
@@ -16,6 +15,7 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.serverapp import Grid
 
 from fedcomp import Codec, ConfigError, Plan
+from fedcomp._callers import callers
 from fedcomp.schedule import Schedule
 from fedcomp_strategies.compressed import Compressed
 from fedcomp_strategies.legacy_adapter import LegacyAdapter, node_id, numbers_in
@@ -150,11 +150,8 @@ def _grid(manager: ClientManager) -> Grid:
 
 def _refuse_secure_aggregation() -> None:
     """Raise ConfigError if Flower's SecAgg+ is what asks. It does not tell the strategy, so this looks who calls."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith("flwr.server.workflow.secure_aggregation"):
-            raise ConfigError(
-                "secure aggregation adds up masked models, of which nothing can be decoded: leave out either "
-                "CompressedStrategy or SecAggPlusWorkflow"
-            )
-        frame = frame.f_back
+    if any(module.startswith("flwr.server.workflow.secure_aggregation") for module, _ in callers()):
+        raise ConfigError(
+            "secure aggregation adds up masked models, of which nothing can be decoded: leave out either "
+            "CompressedStrategy or SecAggPlusWorkflow"
+        )
