@@ -13,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcomp import BudgetError, ConfigError
-from fedcomp_simulations import commands
+from fedcomp_simulations import commands, simulating
 from fedcomp_simulations.advise import advise, front, pareto_front, recommend, seeds_in_words, server_line, trial
 from fedcomp_simulations.cli import main
 from fedcomp_simulations.experiment import Experiment, Method
-from fedcomp_simulations.report import Results, RunResult, Summary, summarize
+from fedcomp_simulations.results import Results, RunResult
 from fedcomp_simulations.runner import run_one
+from fedcomp_simulations.study import Study
+from fedcomp_simulations.summary import Summary, summarize
 from fedcomp_strategies import Compressed
 
 FLOAT32 = Method("float32", "float32")
@@ -281,11 +283,11 @@ def test_a_narrow_terminal_has_room(capsys: pytest.CaptureFixture[str], monkeypa
 def test_results_that_cannot_be_written_are_shown_and_kept(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(experiment: Experiment, workers: int | None, monitor: bool) -> Results:
+    def run(study: Study, workers: int | None) -> Results:
         Path("below").rmdir()
         return results(runs(FLOAT32, 4000, 0.9), runs(setting("ef"), 100, 0.9))
 
-    monkeypatch.setattr(commands, "_run", run)
+    monkeypatch.setattr(simulating, "run", run)
     Path("below").mkdir()
     assert main(["advise", "--experiment", "tiny.toml", "--budget", "640B", "--json", "below/advice.json"]) == 1
     captured = capsys.readouterr()
@@ -317,7 +319,7 @@ def test_results_that_cannot_be_written_are_shown_and_kept(
 def test_mistakes_are_one_line(
     arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "_run", lambda *given: pytest.fail("the mistake should have been found before"))
+    monkeypatch.setattr(simulating, "run", lambda *given: pytest.fail("the mistake should have been found before"))
     assert main(["advise", "--experiment", "tiny.toml", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -13,10 +13,11 @@ import pytest
 
 import fedcomp
 from fedcomp import Plan, Sign, compress
-from fedcomp_simulations import commands, runner
+from fedcomp_simulations import simulating
 from fedcomp_simulations.cli import main
-from fedcomp_simulations.experiment import Experiment
-from fedcomp_simulations.report import Results
+from fedcomp_simulations.results import Results
+from fedcomp_simulations.study import Study
+from fedcomp_simulations.sweep import run_experiment
 
 TINY = """
 dataset = "mnist"
@@ -43,10 +44,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def never_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(experiment: Experiment, workers: int | None, monitor: bool) -> Results:
+    def run(study: Study, workers: int | None, **options: object) -> Results:
         pytest.fail("the mistake should have been found before the run")
 
-    monkeypatch.setattr(commands, "_run", run)
+    monkeypatch.setattr(simulating, "run", run)
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -68,14 +69,18 @@ def test_simulate_writes_results_and_shows_them(capsys: pytest.CaptureFixture[st
     assert "round 2/2" in captured.err
     assert "INFO" not in captured.err
     assert Path("results", "tiny", "accuracy.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    text = Path("copy.json").read_text()
-    assert Path("results", "tiny", "results.json").read_text() == text
-    check_contract(json.loads(text))
+    copy = json.loads(Path("copy.json").read_text())
+    check_contract(copy)
+    kept = json.loads(Path("results", "tiny", "results.json").read_text())
+    for run in copy["runs"]:
+        del run["seconds"]
+    assert kept == copy
 
 
 def check_contract(value: dict[str, object]) -> None:
+    """Keys and types that others read; there may be more of them."""
     types = {"experiment": str, "parameters": int, "clients": int, "clients_per_round": int, "runs": list}
-    assert {key: type(entry) for key, entry in value.items()} == types
+    assert {key: type(value[key]) for key in types} == types
     run_types = {
         "name": str,
         "codec": str,
@@ -93,7 +98,7 @@ def check_contract(value: dict[str, object]) -> None:
     assert isinstance(runs, list)
     assert [run["name"] for run in runs] == ["plain", "sign + EF"]
     for run in runs:
-        assert {key: type(entry) for key, entry in run.items()} == run_types
+        assert {key: type(run[key]) for key in run_types} == run_types
         curve = run["accuracy_curve"]
         assert [[type(entry) for entry in point] for point in curve] == [[int, int, float]] * 2
         assert [point[0] for point in curve] == [1, 2]
@@ -103,17 +108,18 @@ def check_contract(value: dict[str, object]) -> None:
 
 
 def test_options_change_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[Experiment, int | None]] = []
+    seen: list[tuple[Study, int | None]] = []
 
-    def run(experiment: Experiment, workers: int | None, monitor: bool) -> Results:
-        seen.append((experiment, workers))
+    def run(study: Study, workers: int | None, **options: object) -> Results:
+        seen.append((study, workers))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "_run", run)
+    monkeypatch.setattr(simulating, "run", run)
     arguments = "simulate tiny.toml --rounds 7 --seeds 0,4,7 --codec sign+ef --codec int8 --workers 3 --out there"
     assert main(arguments.split()) == 130
     assert main(["simulate", "mnist-cnn", "--seeds", "2"]) == 130
-    (first, workers), (second, none) = seen
+    (one, workers), (other, none) = seen
+    first, second = one.points[0].experiment, other.points[0].experiment
     assert (first.name, first.rounds, first.seeds, workers) == ("tiny", 7, (0, 4, 7), 3)
     methods = [(method.name, method.codec, method.feedback) for method in first.methods]
     assert methods == [("float32", "float32", "none"), ("sign+ef", "sign", "ef"), ("int8", "int8", "none")]
@@ -169,17 +175,20 @@ def test_probing_leaves_existing_files_alone(capsys: pytest.CaptureFixture[str])
 def test_results_that_cannot_be_written_in_the_end_are_an_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(experiment: Experiment, workers: int | None, monitor: bool) -> Results:
+    def run(study: Study, workers: int | None, **options: object) -> Results:
         Path("results", "tiny").rmdir()
-        return runner.run_experiment(experiment)
+        return run_experiment(study.points[0].experiment)
 
-    monkeypatch.setattr(commands, "_run", run)
+    monkeypatch.setattr(simulating, "run", run)
     assert main(["simulate", "tiny.toml", "--rounds", "1"]) == 1
-    assert "No such file or directory" in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert "No such file or directory" in errors
+    rescued = Path(errors.rpartition(" ")[2].strip())
+    assert len(json.loads(rescued.read_text())["runs"]) == 2
 
 
 def test_warnings_are_shown_but_not_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    commands._warn([f"round {number}: node 7:\n no sensor" for number in range(30)])
+    simulating.warn([f"round {number}: node 7:\n no sensor" for number in range(30)])
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "fedcomp: warning: round 0: node 7: no sensor"
     assert lines[10:] == ["fedcomp: and 20 more warnings"]

@@ -14,12 +14,10 @@ from fedcomp_simulations.experiment import (
     STRATEGIES,
     Experiment,
     Method,
-    load_experiment,
-    parse_experiment,
     parse_method,
-    shipped,
     with_codecs,
 )
+from fedcomp_simulations.study import load_experiment, parse_experiment, shipped
 
 SMALL = """
 dataset = "mnist"

@@ -1,15 +1,20 @@
 """Results: the JSON contract, the comparison with the uncompressed twin, table and plot."""
 
 import json
+from dataclasses import fields, replace
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from fedcomp.errors import FedcompError
+from fedcomp_simulations.config import to_config
 from fedcomp_simulations.experiment import Method
 from fedcomp_simulations.plot import save_plot
-from fedcomp_simulations.report import Results, RunResult, format_bytes, summarize, table
+from fedcomp_simulations.results import ByRound, Exchange, Results, RunResult, Task, load_results
+from fedcomp_simulations.summary import format_bytes, summarize
+from fedcomp_simulations.tables import table
 
 FLOAT32 = Method("plain", "float32")
 SIGN = Method("sign [EF]", "sign", "ef")
@@ -39,23 +44,73 @@ def render(results: Results, width: int = 200) -> str:
     return page.getvalue()
 
 
-def test_json_has_exactly_the_agreed_keys() -> None:
-    value = json.loads(json.dumps(BOTH.to_json()))
-    assert list(value) == ["experiment", "parameters", "clients", "clients_per_round", "runs"]
-    assert (value["experiment"], value["parameters"], value["clients"]) == ("task", 1000, 20)
+def test_json_has_the_agreed_keys() -> None:
+    value = json.loads(json.dumps(BOTH.to_json(seconds=True)))
+    assert (value["format"], value["experiment"], value["parameters"], value["clients"]) == (2, "task", 1000, 20)
     assert value["runs"][2] == {
+        "task": "",
         "name": "sign [EF]",
         "codec": "sign",
         "feedback": "ef",
+        "method": to_config(SIGN),
         "seed": 0,
         "rounds": 20,
+        "last": 10,
         "accuracy_final": pytest.approx(0.79),
         "accuracy_curve": [[number, number * 250, 0.79] for number in range(1, 21)],
         "payload_bytes_up": 5000,
         "payload_bytes_down": 7,
         "payload_per_upload": 125.0,
+        "uploads": 40,
+        "failures": 0,
+        "messages": 0,
+        "by_round": {entry.name: [] for entry in fields(ByRound)},
+        "exchanges": [],
+        "warnings": [],
         "seconds": 0.5,
     }
+    assert "seconds" not in BOTH.to_json()["runs"][2]  # two runs of the same never take the same
+
+
+def test_results_come_back_from_json(tmp_path: Path) -> None:
+    rounds = ByRound((1, 2), (5, 6), (7, 8), (9, 10), (11, 12), (0, 1), (0.5, None), (None, 1.5))
+    exchanges = ((Exchange(3, 9, 11, 5, "ok"),), (Exchange(4, 10, 12, 5, "late"), Exchange(5, 0, 0, 0, "absent")))
+    run = replace(
+        make_run(SIGN, 0, 0.8, 125), task="lr=0.1", by_round=rounds, exchanges=exchanges, warnings=("w",), messages=40
+    )
+    task = Task("lr=0.1", 1000, 20, 2, {"lr": 0.1}, {"clip_norm": "inf", "lr": 0.1})
+    told = Results.of("task", [task], [run], "ray", {"numpy": "2"})
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(told.to_json(), allow_nan=False))
+    assert load_results(path) == replace(told, runs=(replace(run, seconds=0.0),))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read .*results.json: No such file"),
+        ("{", "expected the results of fedcomp simulate, got no JSON"),
+        ("[]", "expected results in format 2, got none"),
+        ('{"format": 1}', "expected results in format 2, got 1; write them again with fedcomp simulate"),
+        ('{"format": 2}', "results are incomplete or damaged: KeyError"),
+        ('{"format": 2, "experiment": "x", "runs": 3}', "incomplete or damaged: TypeError"),
+    ],
+)
+def test_files_that_hold_no_results_are_refused(content: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(FedcompError, match=message):
+        load_results(path)
+
+
+def test_results_of_an_unknown_method_are_refused(tmp_path: Path) -> None:
+    value = BOTH.to_json()
+    value["runs"][0]["method"]["codec"] = "zip"
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(value))
+    with pytest.raises(FedcompError, match=r"results.json: unknown codec 'zip'"):
+        load_results(path)
 
 
 def test_final_accuracy_is_the_mean_of_the_last_ten_evaluations() -> None:

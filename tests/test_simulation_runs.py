@@ -18,7 +18,8 @@ from fedcomp_simulations.apps import RoundOutcome, client_app, make_strategy, ru
 from fedcomp_simulations.experiment import Experiment, Method
 from fedcomp_simulations.grid import InProcessGrid, run_in_process
 from fedcomp_simulations.ledger import Ledger
-from fedcomp_simulations.runner import Progress, run_experiment, run_one
+from fedcomp_simulations.runner import Progress, run_one
+from fedcomp_simulations.sweep import run_experiment
 
 FLOAT32 = Method("float32", "float32")
 SIGN = Method("sign + EF", "sign", "ef")

@@ -20,10 +20,12 @@ from torch.nn import functional
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp_simulations import apps, datasets, models
 from fedcomp_simulations.datasets import Dataset, fashion, files, imu, shakespeare
-from fedcomp_simulations.experiment import Experiment, Method, load_experiment
+from fedcomp_simulations.experiment import Experiment, Method
 from fedcomp_simulations.partition import partition
-from fedcomp_simulations.report import Results, RunResult, table
-from fedcomp_simulations.runner import run_experiment
+from fedcomp_simulations.results import Results, RunResult
+from fedcomp_simulations.study import load_experiment
+from fedcomp_simulations.sweep import run_experiment
+from fedcomp_simulations.tables import table
 
 FLOAT32 = Method("float32", "float32")
 MOTION = Experiment(

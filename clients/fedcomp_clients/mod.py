@@ -6,13 +6,29 @@ update is what gets compressed).
 
 import logging
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
+import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
-from fedcomp import CompressedUpdate, FedcompError, Layout, LayoutError, Memory, compress, decompress, generator
-from fedcomp.compressor import cohort_seed
+from fedcomp import (
+    CAFe,
+    CompressedUpdate,
+    FedcompError,
+    Feedback,
+    Layout,
+    LayoutError,
+    Memory,
+    Plan,
+    compress,
+    decompress,
+    generator,
+)
+from fedcomp.compressor import cohort_seed, total
 from fedcomp.feedback import EMPTY
 from fedcomp.feedback.cafe import blank
 from fedcomp.feedback.stored import memory_layout
@@ -30,6 +46,24 @@ log = logging.getLogger("fedcomp")
 _SECURE_AGGREGATION = "secaggplus_configs"  # name of the record that Flower's SecAgg+ adds to its messages
 
 
+@dataclass(frozen=True)
+class Upload:
+    """What a client is about to upload, for whoever observes it.
+
+    Attributes:
+        round: of the server.
+        base, new: the model received and the model trained, arrays by tensor name.
+        update: the frame, and how long update and residual are.
+        decoded: makes the model that the server will take for `new`; costs one decoding.
+    """
+
+    round: int
+    base: dict[str, np.ndarray[Any, Any]]
+    new: dict[str, np.ndarray[Any, Any]]
+    update: CompressedUpdate
+    decoded: Callable[[], dict[str, np.ndarray[Any, Any]]]
+
+
 class CompressMod:
     """A Flower mod; the server decides the codec, and without its request the reply stays as it is.
 
@@ -37,14 +71,20 @@ class CompressMod:
         store: where feedback keeps what it must remember; None: files, see FileStore.
         monitor: called with statistics of each tensor's update and what its frame makes of it; costs one decoding.
         models: where the model is kept that the server's next differences apply to; None: files, see FileModelCache.
+        observer: called with every upload before it is sent.
     """
 
     def __init__(
-        self, store: StateStore | None = None, monitor: Sink | None = None, models: ModelCache | None = None
+        self,
+        store: StateStore | None = None,
+        monitor: Sink | None = None,
+        models: ModelCache | None = None,
+        observer: Callable[[Upload], None] | None = None,
     ) -> None:
         self.store = store or FileStore()
         self.models = models or FileModelCache()
         self.monitor = monitor
+        self.observer = observer
         self._monitors: dict[str, Monitor] = {}
         self._evaluation: ClientAppCallable | None = None
 
@@ -145,7 +185,8 @@ class CompressMod:
             log.warning("%s", said)
         layout, remembers = Layout.of(start), bool(request.feedback.slots)
         plan = told.plan(context, layout.size)
-        predictor = None if received is None else received.predictor
+        packed = None if received is None else received.predictor
+        predictor = None if packed is None else decompress(packed, blank(start))
         update = compress(
             start,
             new,
@@ -153,7 +194,7 @@ class CompressMod:
             round=request.round,
             rng=generator(request.seed, request.round, number),
             feedback=request.feedback,
-            predictor=None if predictor is None else decompress(predictor, blank(start)),
+            predictor=predictor,
             memory=self._recall(request, told.used(number), context, layout) if remembers else EMPTY,
             number=number if remembers and told.ack is None and partition_of(context) is not None else None,
             unkept=received is not None and received.unkept,
@@ -163,9 +204,11 @@ class CompressMod:
         )
         if (most := told.exceeded(context, layout.size, len(update.frame))) and first_time(context, "budget"):
             log.warning("this upload takes %d bytes, fedcomp-budget allows %d: only auto keeps to it", *most)
+        decoded = partial(_decoded, update.frame, start, plan, request.feedback, predictor)
         if self.monitor is not None:
-            decoded = decompress(update.frame, start, plan=plan)
-            self._monitors.setdefault(name, Monitor(self.monitor)).observe(request.round, start, new, decoded)
+            self._monitors.setdefault(name, Monitor(self.monitor)).observe(request.round, start, new, decoded())
+        if self.observer is not None:
+            self.observer(Upload(request.round, start, new, update, decoded))
         if remembers:
             self._remember(update, request, context, layout)
         return update.frame, plan != request.plan
@@ -187,6 +230,22 @@ class CompressMod:
 
 compress_mod = CompressMod()
 """The mod with memories in files: works in deployment and in simulation, on as many processes as there are."""
+
+
+def _decoded(
+    frame: bytes,
+    base: dict[str, np.ndarray[Any, Any]],
+    plan: Plan,
+    feedback: Feedback,
+    predictor: dict[str, np.ndarray[Any, Any]] | None,
+) -> dict[str, np.ndarray[Any, Any]]:
+    """The model that the server will take for this client's, with what it adds to the decoded update by itself."""
+    model = decompress(frame, base, plan=plan)
+    if predictor is None or not isinstance(feedback, CAFe):
+        return model
+    exact = {tensor.name for tensor in plan.verbatim(Layout.of(base))}
+    foretold = {name: values for name, values in predictor.items() if name not in exact}
+    return model | {name: total(model[name], np.float32(feedback.beta) * x, "float32") for name, x in foretold.items()}
 
 
 def _weight(reply: Message, key: str) -> float:

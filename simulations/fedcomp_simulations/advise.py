@@ -18,8 +18,9 @@ from fedcomp.layout import Layout
 from fedcomp_simulations import models
 from fedcomp_simulations.apps import make_strategy
 from fedcomp_simulations.experiment import Experiment, Method
-from fedcomp_simulations.report import Results, Summary, summarize
+from fedcomp_simulations.results import Results
 from fedcomp_simulations.runner import collected_warnings
+from fedcomp_simulations.summary import Summary, summarize
 from fedcomp_strategies.averaging import averages
 from fedcomp_strategies.rates import Choice, choose, notes_size
 

@@ -25,6 +25,7 @@ from fedcomp.errors import ConfigError
 from fedcomp_simulations import datasets, models
 from fedcomp_simulations.experiment import Experiment, Method
 from fedcomp_simulations.partition import partition
+from fedcomp_simulations.results import Exchange
 from fedcomp_strategies import Compressed, RoundTraffic
 
 EVALUATED_AT_ONCE = 250  # samples: larger batches leave the cache
@@ -41,12 +42,20 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
 
 @dataclass(frozen=True)
 class RoundOutcome:
-    """What the server knows after a round: the model, how good it is, and what was uploaded so far."""
+    """What the server knows after a round.
+
+    Attributes:
+        accuracy: of the model on the test samples; None if this round is not evaluated.
+        arrays: the model.
+        traffic: of all rounds so far.
+        exchanges: what was asked of which client, of all rounds so far.
+    """
 
     round: int
-    accuracy: float
+    accuracy: float | None
     arrays: ArrayRecord
     traffic: tuple[RoundTraffic, ...]
+    exchanges: tuple[tuple[Exchange, ...], ...] = ()
 
 
 OnRound = Callable[[RoundOutcome], None]
@@ -143,7 +152,7 @@ class _Training:
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """The server's own evaluation of the global model on the test samples, after every round."""
+    """The server's own evaluation of the global model on the test samples; called after every round."""
 
     experiment: Experiment
     seed: int
@@ -153,9 +162,10 @@ class _Evaluation:
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         if server_round == 0:  # the untrained model
             return None
-        accuracy = accuracy_of(self.experiment, self.seed, arrays)
+        evaluated = self.experiment.evaluates(server_round)
+        accuracy = accuracy_of(self.experiment, self.seed, arrays) if evaluated else None
         self.on_round(RoundOutcome(server_round, accuracy, arrays, tuple(self.strategy.traffic)))
-        return MetricRecord({"accuracy": accuracy})
+        return None if accuracy is None else MetricRecord({"accuracy": accuracy})
 
 
 def accuracy_of(experiment: Experiment, seed: int, arrays: ArrayRecord) -> float:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, replace
 from pathlib import Path
-from tempfile import TemporaryFile, mkdtemp
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any
 
 import click
@@ -21,15 +21,17 @@ from fedcomp.errors import ConfigError, FedcompError
 from fedcomp_simulations.bench.inputs import load as load_input
 from fedcomp_simulations.bench.measure import Row, measure, typical
 from fedcomp_simulations.cli import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_MISTAKE
-from fedcomp_simulations.experiment import Experiment, load_experiment, with_codecs
-from fedcomp_simulations.report import Results, monitor_table, table
+from fedcomp_simulations.experiment import Experiment, with_codecs
+from fedcomp_simulations.results import Results
+from fedcomp_simulations.saving import save
+from fedcomp_simulations.study import load_experiment, load_study, study_of
+from fedcomp_simulations.tables import table
 
 if TYPE_CHECKING:
     from fedcomp_simulations.bench.server import ServerRow
     from fedcomp_simulations.bench.wire import WireRow
 
 MAX_SEEDS = 1000
-MAX_WARNINGS = 10
 NARROW = 110
 PLAIN_WIDTH = 140  # of a table that goes to a file or pipe
 DEFAULT_EXPERIMENT = "mnist-mlp"
@@ -83,28 +85,41 @@ def _root(
 def simulate(
     name: Annotated[str, typer.Argument(metavar="EXPERIMENT")] = DEFAULT_EXPERIMENT,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file too.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for plot and results; default results/<experiment>.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for results and report; default results/<experiment>.")
+    ] = None,
     rounds: Annotated[int | None, typer.Option(help="Train for this many rounds.")] = None,
     seeds: Annotated[str | None, typer.Option(help='A count, as in "3", or a list, as in "0,4,7".')] = None,
     codec: Annotated[
         list[str] | None,
         typer.Option(help='Compare this codec instead; repeatable; "sign+ef" adds error feedback.'),
     ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the experiment; repeatable.")
+    ] = None,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE,VALUE", help="Run with each of these values; repeatable for combinations."),
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes; default 2, or 1 on one processor.")] = None,
     monitor: Annotated[bool, typer.Option("--monitor", help="Show what compression does to each tensor.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Make all runs again, those in the folder too.")] = False,
 ) -> None:
     """Measure which accuracy each codec reaches for how many uploaded bytes.
 
-    EXPERIMENT is the name of a shipped experiment or the path of a TOML file.
+    EXPERIMENT is the name of a shipped experiment or the path of a TOML file. Every run is kept in the folder as soon
+    as it has ended: after an interruption the same command goes on.
     """
-    experiment = _adapt(load_experiment(name), rounds, seeds, codec)
+    study = load_study(name, changes or (), grid or ()).map(lambda each: _adapt(each, rounds, seeds, codec))
     _check_workers(workers)
-    folder = out or Path("results", experiment.name)
+    folder = out or Path("results", study.name)
     _probe_folder(folder)
     for path in filter(None, (json_file, folder / "results.json", folder / "accuracy.png")):
         _probe_file(path)
-    results = _run(experiment, workers, monitor)
-    _write(results, folder, json_file)
+    from fedcomp_simulations import simulating
+
+    results = simulating.run(study, workers, monitor=monitor, folder=folder, fresh=fresh)
+    simulating.write(results, folder, json_file, _console())
 
 
 @app.command()
@@ -130,7 +145,9 @@ def advise(
         _probe_file(json_file)
     for note in chosen.notes:
         print(f"fedcomp: note: {note}", file=sys.stderr)
-    _show_advice(_run(chosen.experiment, workers, False), chosen.budgets, json_file)
+    from fedcomp_simulations import simulating
+
+    _show_advice(simulating.run(study_of(chosen.experiment), workers), chosen.budgets, json_file)
 
 
 def _show_advice(results: Results, budgets: Sequence[str], json_file: Path | None) -> None:
@@ -138,11 +155,11 @@ def _show_advice(results: Results, budgets: Sequence[str], json_file: Path | Non
     from fedcomp_simulations.advise import advise, front, seeds_in_words
 
     best, advices = front(results), advise(results, budgets)
-    content = results.to_json() | {
+    content = results.to_json(seconds=True) | {
         "front": [method.name for method in best],
         "advice": [advice.to_json() for advice in advices],
     }
-    failure = _save(json.dumps(content, indent=1) + "\n", json_file) if json_file is not None else ""
+    failure = save(json.dumps(content, indent=1) + "\n", json_file) if json_file is not None else ""
     console = _console()
     console.print(table(results, narrow=console.width < NARROW, front=best))
     lines = [seeds_in_words(results)]
@@ -198,54 +215,6 @@ def _probe_file(path: Path) -> None:
             path.unlink()
     except OSError as error:
         raise ConfigError(f"--json: cannot write {path}: {error.strerror}") from error
-
-
-def _run(experiment: Experiment, workers: int | None, monitor: bool) -> Results:
-    import fedcomp_simulations.plot  # noqa: F401  (if matplotlib is missing, say so before the run)
-    from fedcomp_simulations.display import Display
-    from fedcomp_simulations.runner import default_workers, run_experiment
-
-    console = Console(stderr=True)
-    with Display(experiment, console) as display:
-        results = run_experiment(experiment, workers=workers or default_workers(), on_progress=display, monitor=monitor)
-    _warn(list(dict.fromkeys(warning for run in results.runs for warning in run.warnings)))
-    return results
-
-
-def _warn(warnings: list[str]) -> None:
-    for warning in warnings[:MAX_WARNINGS]:
-        print(f"fedcomp: warning: {' '.join(warning.split())}", file=sys.stderr)
-    if len(warnings) > MAX_WARNINGS:
-        print(f"fedcomp: and {len(warnings) - MAX_WARNINGS} more warnings", file=sys.stderr)
-
-
-def _write(results: Results, folder: Path, json_file: Path | None) -> None:
-    """Save first, then show: neither a full disk nor a closed pipe may lose a run that took minutes."""
-    from fedcomp_simulations.plot import save_plot
-
-    text = json.dumps(results.to_json(), indent=1) + "\n"
-    paths = [folder / "results.json", *([json_file] if json_file else [])]
-    failed = [failure for path in paths if (failure := _save(text, path))]
-    console = _console()
-    console.print(table(results, narrow=console.width < NARROW))
-    if any(run.stats for run in results.runs):
-        console.print(monitor_table(results))
-    if failed:
-        raise OSError("; ".join(failed))
-    save_plot(results, folder / "accuracy.png")
-    console.print(f"plot: {folder / 'accuracy.png'}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"results: {folder / 'results.json'}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _save(text: str, path: Path) -> str:
-    """Write the results, or else where temporary files go. Says what went wrong, "" if nothing did."""
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        rescued = Path(mkdtemp(prefix="fedcomp-")) / path.name
-        rescued.write_text(text, "utf-8")
-        return f"cannot write {path}: {error.strerror}; the results are in {rescued}"
-    return ""
 
 
 def _console() -> Console:
@@ -306,7 +275,7 @@ def bench(
 
 def _write_rows(rows: "list[Row] | list[ServerRow] | list[WireRow]", json_file: Path | None) -> None:
     if json_file is not None:
-        failure = _save(json.dumps([row.to_json() for row in rows], indent=1) + "\n", json_file)
+        failure = save(json.dumps([row.to_json() for row in rows], indent=1) + "\n", json_file)
         if failure:
             raise OSError(failure)
 
@@ -371,7 +340,7 @@ def deploy(
     report = deploy_files(bundle, parameters, out, calibration_x, test_x, test_y)
     print(report)
     print(f"models: {report.folder}")
-    if json_file is not None and (failure := _save(json.dumps(report.to_json(), indent=1) + "\n", json_file)):
+    if json_file is not None and (failure := save(json.dumps(report.to_json(), indent=1) + "\n", json_file)):
         raise OSError(failure)
 
 

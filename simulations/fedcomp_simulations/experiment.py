@@ -1,4 +1,4 @@
-"""What to run: an `Experiment` is one training task, a `Method` one way to upload, both read from TOML.
+"""What to run: an `Experiment` is one training task, a `Method` one way to upload; `study` reads both from TOML.
 
     clients = 100
     rounds = 60
@@ -11,19 +11,15 @@ The keys are the fields of the two classes; the name of an experiment is the nam
 """
 
 import math
-import tomllib
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
-from importlib.resources import files
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from fedcomp import Plan, Schedule, as_feedback
 from fedcomp.errors import ConfigError
 from fedcomp.feedback import feedbacks
 from fedcomp.plan import as_plan
 from fedcomp_simulations import datasets, partition
+from fedcomp_simulations.config import one_of, unique
 
 MODELS: dict[str, tuple[str, ...]] = {  # and the data sets each of them takes
     "cnn": ("fashion", "mnist"),
@@ -39,6 +35,11 @@ STRATEGIES: dict[str, tuple[str, ...]] = {  # and the options each of them takes
     "fedmedian": (),
     "fedyogi": ("eta", "beta_1", "beta_2", "tau"),
 }
+
+
+_AT_LEAST_ONE = (
+    "clients", "clients_per_round", "min_samples", "rounds", "local_epochs", "batch", "evaluate_every", "last",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class Experiment:
         partition: "dirichlet" (by `alpha`), "iid", or "natural" where the data say whose each sample is.
         momentum: of the clients' SGD; its velocity starts at 0 in every round.
         clip_norm: bound on the norm of every batch's gradient, all tensors together.
+        evaluate_every: rounds from one evaluation to the next; the last `last` rounds are all evaluated.
         last: evaluations whose mean is the final accuracy: one alone swings by a point.
     """
 
@@ -124,17 +126,18 @@ class Experiment:
     lr: float = 0.1
     momentum: float = 0.0
     clip_norm: float = math.inf
+    evaluate_every: int = 1
     last: int = 10
     strategy: str = "fedavg"
     strategy_options: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _one_of("dataset", self.dataset, datasets.available())
-        _one_of("model", self.model, tuple(MODELS))
-        _one_of(f"dataset for model {self.model!r}", self.dataset, MODELS[self.model])
-        _one_of("partition", self.partition, partition.kinds())
+        one_of("dataset", self.dataset, datasets.available())
+        one_of("model", self.model, tuple(MODELS))
+        one_of(f"dataset for model {self.model!r}", self.dataset, MODELS[self.model])
+        one_of("partition", self.partition, partition.kinds())
         _check_strategy(self.strategy, self.strategy_options)
-        for key in ("clients", "clients_per_round", "min_samples", "rounds", "local_epochs", "batch", "last"):
+        for key in _AT_LEAST_ONE:
             if getattr(self, key) < 1:
                 raise ConfigError(f"{key}: expected at least 1, got {getattr(self, key)}")
         for key in ("alpha", "lr"):
@@ -150,44 +153,12 @@ class Experiment:
             raise ConfigError(f"seeds: expected one or more numbers from 0 on, got {list(self.seeds)}")
         if not self.methods:
             raise ConfigError("methods: expected at least one [[methods]] table with name and codec")
-        _unique("seeds", self.seeds)
-        _unique("methods", [method.name for method in self.methods])
+        unique("seeds", self.seeds)
+        unique("methods", [method.name for method in self.methods])
 
-
-def shipped() -> tuple[str, ...]:
-    """Names of the experiments that come with the package."""
-    folder = files("fedcomp_simulations") / "experiments"
-    names = (entry.name for entry in folder.iterdir())
-    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
-
-
-def load_experiment(name_or_path: str) -> Experiment:
-    """Read a shipped experiment by name, or any other by the path of its TOML file."""
-    if name_or_path in shipped():
-        text = (files("fedcomp_simulations") / "experiments" / f"{name_or_path}.toml").read_text("utf-8")
-        return parse_experiment(text, name=name_or_path, source=f"{name_or_path}.toml")
-    path = Path(name_or_path)
-    if not path.is_file():
-        raise ConfigError(f"unknown experiment {name_or_path!r}: no such file, and shipped are {', '.join(shipped())}")
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    return parse_experiment(text, name=path.stem, source=str(path))
-
-
-def parse_experiment(text: str, *, name: str, source: str) -> Experiment:
-    """Make an experiment from TOML text; errors name the source, the key and what exists."""
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source}: not valid TOML: {error}") from error
-    try:
-        values = _checked(table, Experiment, skip="name")
-        methods = tuple(_parse_method(index, entry) for index, entry in enumerate(table["methods"], 1))
-        return Experiment(name=name, **values | {"methods": methods})
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
+    def evaluates(self, server_round: int) -> bool:
+        """Whether the model is evaluated after this round."""
+        return server_round % self.evaluate_every == 0 or server_round > self.rounds - self.last
 
 
 def parse_method(text: str) -> Method:
@@ -205,74 +176,10 @@ def with_codecs(experiment: Experiment, codecs: list[str]) -> Experiment:
     return replace(experiment, methods=(Method("float32", "float32"), *others))
 
 
-def _parse_method(index: int, entry: Any) -> Method:
-    where = f"methods, entry {index}"
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{where}: expected a table, got {entry!r}")
-    try:
-        return Method(**_checked(entry, Method))
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def _checked(table: Mapping[str, Any], kind: type[Any], skip: str = "") -> dict[str, Any]:
-    """Check the keys and value types of a table against the fields of a dataclass."""
-    known = {entry.name: entry for entry in fields(kind) if entry.name != skip}
-    for key in table:
-        _one_of("key", key, tuple(known))
-    for key, entry in known.items():
-        if key not in table and entry.default is MISSING and entry.default_factory is MISSING:
-            raise ConfigError(f"key {key!r} is missing")
-    return {key: _convert(key, table[key], known[key].type) for key in table}
-
-
-def _convert(key: str, value: Any, expected: Any) -> Any:
-    """Return the value as the type of its field; TOML's integers serve as floats, its booleans as nothing."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    whole = number and isinstance(value, int)
-    if (expected is int and whole) or (expected is bool and isinstance(value, bool)):
-        return value
-    if (
-        expected is float and number and not (whole and abs(value) > 1e300)
-    ):  # TOML's integers may be too large for a float
-        return float(value)
-    if expected is str and isinstance(value, str) and value:
-        return value
-    if isinstance(value, list) and key == "methods":
-        return value
-    if isinstance(value, list) and key == "seeds":
-        return tuple(_convert("an entry of seeds", entry, int) for entry in value)
-    if isinstance(value, dict) and key == "strategy_options":
-        return {name: _convert(f"strategy_options.{name}", entry, float) for name, entry in value.items()}
-    raise ConfigError(f"{key}: expected {_WORDS.get(expected) or _WORDS[key]}, got {value!r}")
-
-
-_WORDS: dict[Any, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    "methods": "a list of tables",
-    "seeds": "a list of whole numbers",
-    "strategy_options": "a table of numbers",
-}
-
-
 def _check_strategy(name: str, options: Mapping[str, float]) -> None:
-    _one_of("strategy", name, tuple(STRATEGIES))
+    one_of("strategy", name, tuple(STRATEGIES))
     for key, value in options.items():
-        _one_of(f"option of strategy {name!r}", key, STRATEGIES[name])
+        one_of(f"option of strategy {name!r}", key, STRATEGIES[name])
         below = 1 if key in ("beta_1", "beta_2", "server_momentum") else math.inf
         if not 0 <= value < below or (key == "tau" and value == 0):
             raise ConfigError(f"strategy_options.{key}: expected a number from 0 to below {below}, got {value}")
-
-
-def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"unknown {what} {value!r}; available: {', '.join(known) or 'none'}")
-
-
-def _unique(key: str, values: Any) -> None:
-    repeated = [value for value, count in Counter(values).items() if count > 1]
-    if repeated:
-        raise ConfigError(f"{key}: {sorted(repeated)[0]!r} is there twice")

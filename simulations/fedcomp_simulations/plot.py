@@ -11,7 +11,8 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
-from fedcomp_simulations.report import Results, RunResult, format_bytes
+from fedcomp_simulations.results import Results, RunResult
+from fedcomp_simulations.summary import format_bytes
 
 # After Okabe and Ito, told apart by colour-blind readers too; darker where names would be faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#8E4585", "#B07500", "#3D93C6")

@@ -1,86 +1,56 @@
-"""Runs every method of an experiment with every seed, in this process or spread over worker processes.
-
-A run depends on its method and seed alone, so the results are the same whatever the number of workers.
-"""
+"""One run: a method with a seed, trained from the start to the last round, in this process and on one thread."""
 
 import logging
-import multiprocessing
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.queues import SimpleQueue
-from multiprocessing.synchronize import Event
+from statistics import fmean
 
 import torch
 
-from fedcomp.errors import FedcompError
+from fedcomp.metrics import length
 from fedcomp.monitor import TensorStats
 from fedcomp_clients import CompressMod, MemoryModelCache, MemoryStore
-from fedcomp_simulations import models
+from fedcomp_clients.mod import Upload
 from fedcomp_simulations.apps import RoundOutcome, client_app, server_app
 from fedcomp_simulations.experiment import Experiment, Method
 from fedcomp_simulations.grid import run_in_process
 from fedcomp_simulations.ledger import Ledger
-from fedcomp_simulations.report import Results, RunResult
-
-DRAIN_INTERVAL_S = 0.1
-THREAD_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+from fedcomp_simulations.results import ByRound, RunResult
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A round of one run has ended."""
+    """A round of one run has ended.
+
+    Attributes:
+        accuracy: of the last evaluation; None before the first.
+        task: name of the grid point.
+    """
 
     method: Method
     seed: int
     round: int
     rounds: int
-    accuracy: float
+    accuracy: float | None
     bytes_up: int
     failures: int
+    task: str = ""
 
 
 OnProgress = Callable[[Progress], None]
 
 
-def default_workers() -> int:
-    """Two worker processes, or one on a machine with a single processor."""
-    return min(2, os.cpu_count() or 1)
-
-
-def run_experiment(
-    experiment: Experiment, *, workers: int = 1, on_progress: OnProgress | None = None, monitor: bool = False
-) -> Results:
-    """Run all methods with all seeds; `on_progress` is called in this process after every round.
-
-    With `monitor` each run keeps the statistics of every tensor and upload, which costs a decoding for each.
-    """
-    tasks = [(method, seed) for method in experiment.methods for seed in experiment.seeds]
-    report = on_progress or (lambda progress: None)
-    workers = min(workers, len(tasks))
-    if workers > 1:
-        runs = _run_in_workers(experiment, tasks, workers, report, monitor)
-    else:
-        runs = [run_one(experiment, method, seed, report, monitor=monitor) for method, seed in tasks]
-    return Results(
-        experiment=experiment.name,
-        parameters=sum(array.size for array in models.initial_arrays(experiment.model, 0).values()),
-        clients=experiment.clients,
-        clients_per_round=experiment.clients_per_round,
-        runs=tuple(runs),
-    )
-
-
 def run_one(
-    experiment: Experiment, method: Method, seed: int, on_progress: OnProgress, *, monitor: bool = False
+    experiment: Experiment, method: Method, seed: int, on_progress: OnProgress, *, monitor: bool = False, task: str = ""
 ) -> RunResult:
-    """Train once with one method and one seed, in this process and on one thread."""
+    """Train once with one method and one seed; `on_progress` is called after every round.
+
+    Args:
+        monitor: keep the statistics of every tensor and upload, which costs a decoding for each.
+        task: name of the grid point that the experiment is.
+    """
     outcomes: list[RoundOutcome] = []
 
     def on_round(outcome: RoundOutcome) -> None:
@@ -92,136 +62,101 @@ def run_one(
                 seed=seed,
                 round=outcome.round,
                 rounds=experiment.rounds,
-                accuracy=outcome.accuracy,
+                accuracy=next((each.accuracy for each in reversed(outcomes) if each.accuracy is not None), None),
                 bytes_up=so_far.bytes_up,
                 failures=so_far.failures,
+                task=task,
             )
         )
 
     stats: list[TensorStats] = []
-    mod = CompressMod(MemoryStore(), stats.append if monitor else None, MemoryModelCache())
+    losses = _Losses()
+    mod = CompressMod(MemoryStore(), stats.append if monitor else None, MemoryModelCache(), losses)
     started = time.perf_counter()
     with _one_thread(), collected_warnings() as warnings:
         run_in_process(
             server_app(experiment, method, seed, on_round), client_app(experiment, seed, mod), experiment.clients
         )
-    ledger = Ledger(outcomes[-1].traffic)
+    return to_result(
+        experiment, method, seed, outcomes,
+        seconds=time.perf_counter() - started, warnings=tuple(warnings), stats=tuple(stats), losses=losses, task=task,
+    )  # fmt: skip
+
+
+class _Losses:
+    """What compression loses: of the first upload of each round the quantization error, of all the residual."""
+
+    def __init__(self) -> None:
+        self.nmse: dict[int, float | None] = {}
+        self.residuals: dict[int, list[float]] = {}
+
+    def __call__(self, upload: Upload) -> None:
+        if upload.round not in self.nmse:  # one is enough for a curve, and each would cost a decoding
+            self.nmse[upload.round] = _nmse(upload)
+        if "residual" in upload.update.memory.slots:
+            self.residuals.setdefault(upload.round, []).append(upload.update.residual_ratio)
+
+
+NO_LOSSES = _Losses()
+
+
+def _nmse(upload: Upload) -> float | None:
+    """Squared error of the decoded update over the update's square, all tensors of floats together; None: no update."""
+    decoded = upload.decoded()
+    names = [name for name, values in upload.new.items() if values.dtype.kind == "f"]
+    error = length([decoded[name] - upload.new[name] for name in names])
+    moved = length([upload.new[name] - upload.base[name] for name in names])
+    return (error / moved) ** 2 if moved else None
+
+
+def to_result(
+    experiment: Experiment,
+    method: Method,
+    seed: int,
+    outcomes: list[RoundOutcome],
+    *,
+    seconds: float,
+    warnings: tuple[str, ...] = (),
+    stats: tuple[TensorStats, ...] = (),
+    losses: _Losses = NO_LOSSES,
+    task: str = "",
+) -> RunResult:
+    """The result of a run from the outcomes of all its rounds."""
+    last = outcomes[-1]
+    ledger = Ledger(last.traffic)
+    rounds = last.traffic
+    residuals = losses.residuals
     return RunResult(
         method=method,
         seed=seed,
         rounds=experiment.rounds,
         accuracy_curve=tuple(
-            (outcome.round, ledger.bytes_up_until(outcome.round), outcome.accuracy) for outcome in outcomes
+            (outcome.round, ledger.bytes_up_until(outcome.round), outcome.accuracy)
+            for outcome in outcomes
+            if outcome.accuracy is not None
         ),
         payload_bytes_up=ledger.bytes_up,
         payload_bytes_down=ledger.bytes_down,
         uploads=ledger.uploads,
         failures=ledger.failures,
-        seconds=time.perf_counter() - started,
-        warnings=tuple(warnings),
-        stats=tuple(stats),
+        seconds=seconds,
+        warnings=warnings,
+        stats=stats,
         messages=ledger.messages,
         last=experiment.last,
+        task=task,
+        by_round=ByRound(
+            round=tuple(entry.round for entry in rounds),
+            payload_up=tuple(entry.bytes_up for entry in rounds),
+            payload_down=tuple(entry.bytes_down + entry.bytes_down_evaluate for entry in rounds),
+            wire_up=tuple(entry.wire_up for entry in rounds),
+            wire_down=tuple(sum(each.wire_down for each in asked) for asked in last.exchanges),
+            failures=tuple(entry.failures for entry in rounds),
+            nmse=tuple(losses.nmse.get(entry.round) for entry in rounds),
+            residual=tuple(fmean(residuals[e.round]) if e.round in residuals else None for e in rounds),
+        ),
+        exchanges=last.exchanges,
     )
-
-
-# In a worker process
-
-
-class _StoppedError(Exception):
-    """The parent process wants this run to end early."""
-
-
-_progress_queue: SimpleQueue[Progress]
-_stop: Event
-
-
-def _start_worker(queue: SimpleQueue[Progress], stop: Event) -> None:
-    global _progress_queue, _stop
-    _progress_queue, _stop = queue, stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then sets the event
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    """End this process when the parent was killed: nobody else would."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _work(experiment: Experiment, method: Method, seed: int, monitor: bool) -> RunResult:
-    return run_one(experiment, method, seed, _send_progress, monitor=monitor)
-
-
-def _send_progress(progress: Progress) -> None:
-    if _stop.is_set():
-        raise _StoppedError
-    _progress_queue.put(progress)
-
-
-# In the parent process
-
-
-def _run_in_workers(
-    experiment: Experiment, tasks: list[tuple[Method, int]], workers: int, on_progress: OnProgress, monitor: bool
-) -> list[RunResult]:
-    spawn = multiprocessing.get_context("spawn")  # a forked torch can hang
-    queue: SimpleQueue[Progress] = spawn.SimpleQueue()
-    stop = spawn.Event()
-    executor = ProcessPoolExecutor(workers, spawn, initializer=_start_worker, initargs=(queue, stop))
-    try:
-        with _ignoring_interrupts(), _one_thread_each():  # the workers start here and inherit both
-            futures = [executor.submit(_work, experiment, method, seed, monitor) for method, seed in tasks]
-        _follow(futures, queue, on_progress)
-        return [future.result() for future in futures]
-    except BrokenProcessPool as error:
-        raise FedcompError("a worker process died, perhaps for lack of memory; try one worker") from error
-    finally:
-        stop.set()
-        executor.shutdown(cancel_futures=True)
-
-
-def _follow(futures: list[Future[RunResult]], queue: SimpleQueue[Progress], on_progress: OnProgress) -> None:
-    """Pass on progress until all runs have ended, or raise what the first failed run raised."""
-    waiting = set(futures)
-    while waiting:
-        done, waiting = wait(waiting, timeout=DRAIN_INTERVAL_S, return_when=FIRST_COMPLETED)
-        while not queue.empty():  # a worker writes to the pipe before it returns, so nothing is left behind
-            on_progress(queue.get())
-        for future in done:
-            future.result()
-
-
-@contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may change handlers
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Have numpy's and torch's libraries, which read the environment once, use one thread in the workers."""
-    before = {name: os.environ.get(name) for name in THREAD_LIMITS}
-    os.environ.update(dict.fromkeys(THREAD_LIMITS, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-# In either
 
 
 @contextmanager

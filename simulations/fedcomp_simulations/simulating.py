@@ -1,0 +1,71 @@
+"""What `fedcomp simulate` does: runs a study with live progress, saves the results and shows them."""
+
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from fedcomp_simulations.display import Display
+from fedcomp_simulations.plot import save_plot
+from fedcomp_simulations.results import Results
+from fedcomp_simulations.saving import save
+from fedcomp_simulations.store import RunStore
+from fedcomp_simulations.study import Study
+from fedcomp_simulations.sweep import INPROCESS, plan_study, results_of, run_plan, versions
+from fedcomp_simulations.tables import monitor_table, table
+from fedcomp_simulations.workers import default_workers
+
+MAX_WARNINGS = 10
+NARROW = 110
+
+
+def run(
+    study: Study, workers: int | None, *, monitor: bool = False, folder: Path | None = None, fresh: bool = False
+) -> Results:
+    """Run a study, and show its progress and warnings on stderr.
+
+    Args:
+        folder: holds the finished runs, which are not made again unless `fresh`; None: nothing is kept.
+    """
+    store = None if folder is None else RunStore(folder, INPROCESS, versions(), fresh=fresh)
+    plan = plan_study(study, store, monitor=monitor)
+    if plan.found and store is not None:
+        _note(f"{len(plan.found)} of {len(plan.jobs)} runs are in {store.folder} already; --fresh makes them again")
+    failures: dict[str, None] = {}
+    with Display([plan.jobs[place] for place in plan.missing], Console(stderr=True)) as display:
+        runs = run_plan(
+            plan, workers=workers or default_workers(), on_progress=display, store=store,
+            on_failure=lambda reason: failures.update({reason: None}),
+        )  # fmt: skip
+    warn([*failures, *dict.fromkeys(warning for each in runs for warning in each.warnings)])
+    return results_of(study, runs)
+
+
+def write(results: Results, folder: Path, json_file: Path | None, console: Console) -> None:
+    """Save first, then show: neither a full disk nor a closed pipe may lose a run that took minutes."""
+    texts = {folder / "results.json": json.dumps(results.to_json()) + "\n"}
+    if json_file is not None:
+        texts[json_file] = json.dumps(results.to_json(seconds=True), indent=1) + "\n"
+    failed = [failure for path, text in texts.items() if (failure := save(text, path))]
+    for _, part in results.by_task():
+        console.print(table(part, narrow=console.width < NARROW))
+        if any(each.stats for each in part.runs):
+            console.print(monitor_table(part))
+    if failed:
+        raise OSError("; ".join(failed))
+    save_plot(results.by_task()[0][1], folder / "accuracy.png")
+    console.print(f"plot: {folder / 'accuracy.png'}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"results: {folder / 'results.json'}", highlight=False, markup=False, soft_wrap=True)
+
+
+def warn(warnings: list[str]) -> None:
+    """Show the first of the warnings, a line each."""
+    for warning in warnings[:MAX_WARNINGS]:
+        _note(f"warning: {' '.join(warning.split())}")
+    if len(warnings) > MAX_WARNINGS:
+        _note(f"and {len(warnings) - MAX_WARNINGS} more warnings")
+
+
+def _note(text: str) -> None:
+    print(f"fedcomp: {text}", file=sys.stderr)
