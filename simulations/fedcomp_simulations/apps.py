@@ -24,6 +24,7 @@ from torch.nn import functional
 from fedcomp.errors import ConfigError
 from fedcomp_simulations import datasets, models
 from fedcomp_simulations.experiment import Experiment, Method
+from fedcomp_simulations.fleet_grid import FleetGrid, answer_query
 from fedcomp_simulations.partition import partition
 from fedcomp_simulations.results import Exchange
 from fedcomp_strategies import Compressed, RoundTraffic
@@ -65,6 +66,7 @@ def client_app(experiment: Experiment, seed: int, mod: Mod) -> ClientApp:
     """Make the ClientApp of an experiment: SGD on the samples of its partition, below the given mod."""
     app = ClientApp(mods=[mod])
     app.train()(_Training(experiment, seed))
+    app.query()(answer_query)
     return app
 
 
@@ -88,8 +90,9 @@ def server_app(experiment: Experiment, method: Method, seed: int, on_round: OnRo
             device="cpu",
             seed=seed,
         )
-        evaluate = _Evaluation(experiment, seed, strategy, on_round)
-        run_strategy(strategy, experiment, seed, grid, evaluate)
+        clients = FleetGrid(grid, experiment.fleet, experiment.clients, seed)
+        evaluate = _Evaluation(experiment, seed, strategy, clients, on_round)
+        run_strategy(strategy, experiment, seed, clients, evaluate)
 
     app.main()(main)
     return app
@@ -157,6 +160,7 @@ class _Evaluation:
     experiment: Experiment
     seed: int
     strategy: Compressed
+    grid: FleetGrid
     on_round: OnRound
 
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -164,7 +168,8 @@ class _Evaluation:
             return None
         evaluated = self.experiment.evaluates(server_round)
         accuracy = accuracy_of(self.experiment, self.seed, arrays) if evaluated else None
-        self.on_round(RoundOutcome(server_round, accuracy, arrays, tuple(self.strategy.traffic)))
+        exchanges = tuple(self.grid.exchanges.get(number, ()) for number in range(1, server_round + 1))
+        self.on_round(RoundOutcome(server_round, accuracy, arrays, tuple(self.strategy.traffic), exchanges))
         return None if accuracy is None else MetricRecord({"accuracy": accuracy})
 
 

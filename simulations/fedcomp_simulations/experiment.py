@@ -20,6 +20,7 @@ from fedcomp.feedback import feedbacks
 from fedcomp.plan import as_plan
 from fedcomp_simulations import datasets, partition
 from fedcomp_simulations.config import one_of, unique
+from fedcomp_simulations.fleet import Fleet
 
 MODELS: dict[str, tuple[str, ...]] = {  # and the data sets each of them takes
     "cnn": ("fashion", "mnist"),
@@ -108,6 +109,7 @@ class Experiment:
         clip_norm: bound on the norm of every batch's gradient, all tensors together.
         evaluate_every: rounds from one evaluation to the next; the last `last` rounds are all evaluated.
         last: evaluations whose mean is the final accuracy: one alone swings by a point.
+        fleet: what clients are like beyond their data: links, drop-outs, lost and late replies.
     """
 
     name: str
@@ -130,6 +132,7 @@ class Experiment:
     last: int = 10
     strategy: str = "fedavg"
     strategy_options: Mapping[str, float] = field(default_factory=dict)
+    fleet: Fleet = field(default_factory=Fleet)
 
     def __post_init__(self) -> None:
         one_of("dataset", self.dataset, datasets.available())
