@@ -129,6 +129,15 @@ def test_files_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(datasets.load("own.npz").train_x) == 40  # relative to the current folder
 
 
+def test_runs_hang_on_the_content_of_a_file(tmp_path: Path) -> None:
+    one, same, other = (tmp_path / f"{name}.npz" for name in ("one", "same", "other"))
+    for path, y in ((one, Y), (same, Y), (other, Y[::-1])):
+        np.savez(path, x=X, y=y)
+    prints = [datasets.fingerprint(str(path)) for path in (one, same, other)]
+    assert prints[0] == prints[1] != prints[2]
+    assert datasets.fingerprint("mnist") == ""  # whose content is known
+
+
 # IDX files
 
 

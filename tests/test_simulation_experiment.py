@@ -87,10 +87,24 @@ def test_integers_serve_as_numbers_and_the_rest_has_defaults() -> None:
         (("seeds = [4, 2]", "seeds = []"), r"seeds: expected one or more numbers from 0 on, got \[\]"),
         (("seeds = [4, 2]", "seeds = [1, 1]"), "seeds: 1 is there twice"),
         (('"mnist"', '"cifar"'), "unknown dataset 'cifar'; available: fashion, imu, mnist, shakespeare"),
-        (('"mlp"', '"vit"'), "unknown model 'vit'; available: cnn, gru, imu-cnn, mlp"),
+        (('"mlp"', '"vit"'), "unknown model 'vit'; available: cnn, cnn1d, gru, imu-cnn, mlp"),
         (('"mlp"', '""'), "model: expected a text, got ''"),
         (('model = "mlp"', ""), "key 'model' is missing"),
-        (('"mlp"', '"gru"'), "unknown dataset for model 'gru' 'mnist'; available: shakespeare"),
+        (
+            ('"mlp"', '"gru"'),
+            "model 'gru' takes rows of symbols, got features of shape 784 .* for these data: cnn, mlp",
+        ),
+        (("alpha = 1", 'hidden = "20"'), "hidden: expected a whole number, got '20'"),
+        (("alpha = 1", "hidden = -1"), "hidden: expected from 1 to 65536 units"),
+        (("alpha = 1", 'norm = "layer"'), "unknown norm 'layer'; available: batch, group, none"),
+        (("alpha = 1", 'norm = "batch"'), "norm: only the models cnn and cnn1d"),
+        (("alpha = 1", "shards_per_client = 0"), "shards_per_client: expected at least 1, got 0"),
+        (("alpha = 1", "partition_options = 1"), "partition_options: expected a table, got 1"),
+        (("alpha = 1", "partition_options = {x = 1}"), "partition_options: only partitions flwr:NAME take options"),
+        (
+            ("alpha = 1", 'partition = "flwr:X"\npartition_options.x = [{}]'),
+            r"partition_options.x: expected a number, a text or a list of such, got \[\{\}\]",
+        ),
         (("alpha = 1", "momentum = 1"), "momentum: expected a number from 0 to below 1, got 1.0"),
         (("alpha = 1", "clip_norm = 0"), "clip_norm: expected a number above 0, got 0.0"),
         (("alpha = 1", "clip_norm = nan"), "clip_norm: expected a number above 0, got nan"),
@@ -102,7 +116,10 @@ def test_integers_serve_as_numbers_and_the_rest_has_defaults() -> None:
         (('"float32"', '"float23"'), "methods, entry 1: unknown codec 'float23'; known: .*sign"),
         (('"float32"', '"float32"\nfeedback = "x"'), "unknown feedback 'x'; known: none"),
         (('"float32"', '"float32"\n[[methods]]\nname="plain"\ncodec="sign"'), "methods: 'plain' is there twice"),
-        (("alpha = 1", 'partition = "x"'), "unknown partition 'x'; available: dirichlet, iid, natural"),
+        (
+            ("alpha = 1", 'partition = "x"'),
+            "unknown partition 'x'; available: dirichlet, iid, quantity, shards, natural",
+        ),
         (("alpha = 1", 'strategy = "x"'), "unknown strategy 'x'; available: fedadagrad, fedadam, fedavg"),
         (("alpha = 1", "strategy_options = 1"), "strategy_options: expected a table of numbers, got 1"),
         (("alpha = 1", 'strategy_options = {eta = "x"}'), "strategy_options.eta: expected a number, got 'x'"),
@@ -113,6 +130,14 @@ def test_integers_serve_as_numbers_and_the_rest_has_defaults() -> None:
 def test_mistakes_name_file_key_and_what_exists(change: tuple[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^small\.toml: .*{message}"):
         parse(SMALL.replace(*change))
+
+
+def test_data_and_networks_of_ones_own_are_looked_at_by_the_run() -> None:
+    own = parse(SMALL.replace('"mnist"', '"none.npz"').replace("alpha = 1", 'partition = "flwr:X"\nhidden = 20'))
+    with pytest.raises(ConfigError, match=r"dataset 'none\.npz': no such file"):
+        own.network()
+    small = parse(SMALL.replace("alpha = 1", "hidden = 20"))
+    assert sum(array.size for array in models.initial_arrays(small.network(), 0).values()) == 15_910
 
 
 def test_a_table_of_methods_is_required() -> None:

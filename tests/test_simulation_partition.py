@@ -29,7 +29,7 @@ def test_every_sample_goes_to_one_client_and_nobody_gets_too_few(
     size = data.draw(st.integers(clients * min_samples, clients * min_samples + 200))
     labels = np.random.default_rng(seed).integers(0, 5, size)
     shards = data.draw(st.integers(1, size // clients))
-    options = {"alpha": alpha, "min_samples": min_samples, "seed": seed, "shards_per_client": shards}
+    options: dict[str, Any] = {"alpha": alpha, "min_samples": min_samples, "seed": seed, "shards_per_client": shards}
     parts = partition(kind, labels, clients, **options)
     assert len(parts) == clients
     assert min(map(len, parts)) >= min_samples
@@ -141,7 +141,7 @@ def test_partitioners_of_flwr_split_every_sample_once() -> None:
 
 def test_what_partitioners_of_flwr_refuse_is_told() -> None:
     labels = np.random.default_rng(0).integers(0, 5, 300)
-    for name, more, message in [
+    cases: list[tuple[str, dict[str, Any], str]] = [
         ("BestPartitioner", {}, "unknown partition 'flwr:BestPartitioner'; available: .*IidPartitioner"),
         ("VerticalSizePartitioner", {}, "unknown partition"),
         ("IidPartitioner", {"options": {"alpha": 1}}, "unknown option 'alpha' of IidPartitioner; available: none"),
@@ -150,6 +150,7 @@ def test_what_partitioners_of_flwr_refuse_is_told() -> None:
         ("NaturalIdPartitioner", {}, "does not say whose"),
         ("NaturalIdPartitioner", {"owners": labels}, "makes 5 parts; set clients = 5"),
         ("LinearPartitioner", {"min_samples": 8}, "gives a client only 5 samples, less than min_samples = 8"),
-    ]:
+    ]
+    for name, more, message in cases:
         with pytest.raises(ConfigError, match=message):
             flwr(name, labels, **more)

@@ -11,7 +11,7 @@ from fedcomp_simulations.datasets.form import Form
 UNITS = {"cnn": 64, "cnn1d": 64, "gru": 96, "mlp": 64, "transformer": 48}  # where `hidden` is not given
 ALIASES = {"imu-cnn": "cnn1d"}
 NORMS = ("batch", "group", "none")
-HEADS = 4  # of the transformer
+HEADS = 4  # of the transformer, each of an even width
 MIN_SIDE = 4  # pixels: the images are halved twice
 MIN_STEPS = 31  # of a series: what the last convolution's one output sees
 MIN_STEPS_BATCH = 35  # with batch normalization, which cannot do with one value of a channel in a batch of one
@@ -47,8 +47,8 @@ class Network:
             raise ConfigError(f"hidden: expected from 1 to {MAX_HIDDEN} units, or 0 for the default, got {self.hidden}")
         if self.norm != "none" and not self.kind.startswith("cnn"):
             raise ConfigError(f"norm: only the models cnn and cnn1d have normalization layers, not {self.model!r}")
-        if self.kind == "transformer" and self.units % HEADS:
-            raise ConfigError(f"hidden: expected a multiple of {HEADS}, the heads of a transformer, got {self.units}")
+        if self.kind == "transformer" and self.units % (2 * HEADS):
+            raise ConfigError(f"hidden: a transformer takes multiples of {2 * HEADS}, got {self.units}")
         if wanted := self._unfit():
             fit = ", ".join(kind for kind in UNITS if _fits(kind, self.form)) or "none"
             raise ConfigError(f"model {self.model!r} takes {wanted}, got {self.form}; models for these data: {fit}")
