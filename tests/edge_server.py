@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedcomp_clients import initial_arrays
 from fedcomp_simulations.datasets import load
-from fedcomp_simulations.models import Cnn
+from fedcomp_simulations.models import Cnn, Network
 from fedcomp_strategies import Compressed
 
 RESULTS, MODEL = "results.json", "model.npz"
@@ -47,7 +47,7 @@ def main(grid: Grid, context: Context) -> None:
 
 def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
     """Accuracy on 1,000 digits that no node has."""
-    model, digits = Cnn(), load("mnist")
+    model, digits = Cnn(Network.shipped("cnn")), load("mnist")
     model.load_state_dict(arrays.to_torch_state_dict())
     with torch.no_grad():
         guessed = model(torch.from_numpy(digits.test_x.copy())).argmax(1).numpy()

@@ -9,7 +9,7 @@ from flwr.clientapp import ClientApp
 from torch.nn import functional
 
 from fedcomp_clients import CompressMod, MemoryStore
-from fedcomp_simulations.models import Cnn
+from fedcomp_simulations.models import Cnn, Network
 
 MOMENTUM = 0.9
 
@@ -21,7 +21,7 @@ def train(message: Message, context: Context) -> Message:
     """One pass over the node's data, in the order in which `make_client_app` takes them."""
     node = int(context.node_config["partition-id"])
     folder = Path(str(context.run_config["folder"])) / f"device-{node}"
-    model = Cnn()
+    model = Cnn(Network.shipped("cnn"))
     model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
     config, size = message.content.config_records["config"], int(context.run_config["batch-size"])
     optimizer = torch.optim.SGD(model.parameters(), lr=float(context.run_config["lr"]), momentum=MOMENTUM)

@@ -18,7 +18,7 @@ from fedcomp_clients import FitResult, OnnxTrainer, initial_arrays, make_client_
 from fedcomp_clients.export import SGD, export_training_bundle
 from fedcomp_simulations.datasets import load
 from fedcomp_simulations.grid import InProcessGrid
-from fedcomp_simulations.models import Mlp
+from fedcomp_simulations.models import Mlp, Network
 
 LR = 0.05
 
@@ -62,7 +62,7 @@ def normalised(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Pat
 @pytest.fixture(scope="module")
 def mlp(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
     torch.manual_seed(0)
-    model, folder = Mlp(), tmp_path_factory.mktemp("mlp") / "bundle"
+    model, folder = Mlp(Network.shipped("mlp")), tmp_path_factory.mktemp("mlp") / "bundle"
     export(model, (torch.randn(8, 784), torch.arange(8)), folder, SGD(0.9))
     return model, folder
 

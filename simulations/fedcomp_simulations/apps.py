@@ -6,9 +6,10 @@ which clients run. So every engine trains the same model, and every method of a 
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,7 +121,7 @@ def run_strategy(
     evaluate: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
 ) -> ArrayRecord:
     """Train from the seed's start, with the seed's clients in every round, and return the final model."""
-    start = to_record(models.initial_arrays(experiment.model, seed))
+    start = to_record(models.initial_arrays(experiment.network(), seed))
     before = random.getstate()
     random.seed(55 + seed)  # Flower draws the clients of a round from this global generator
     try:
@@ -130,7 +131,7 @@ def run_strategy(
     return result.arrays or start
 
 
-def to_record(arrays: dict[str, NDArray[np.float32]]) -> ArrayRecord:
+def to_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     """Pack named arrays for a message."""
     return ArrayRecord({key: Array(array) for key, array in arrays.items()})
 
@@ -176,7 +177,7 @@ class _Evaluation:
 def accuracy_of(experiment: Experiment, seed: int, arrays: ArrayRecord) -> float:
     """Return the share of test samples, or of all their positions, that the model classifies correctly."""
     x, y = _test_samples(experiment.dataset, seed)
-    model = _model(experiment, arrays)
+    model = _model(experiment, arrays).eval()
     correct = 0
     with torch.inference_mode():
         for start in range(0, len(y), EVALUATED_AT_ONCE):
@@ -226,9 +227,7 @@ def _partition_id(context: Context, clients: int) -> int:
 
 
 def _model(experiment: Experiment, record: ArrayRecord) -> torch.nn.Module:
-    # Some strategies widen the model to float64; training stays in float32.
-    arrays = {key: array.numpy().astype(np.float32) for key, array in record.items()}
-    return models.build(experiment.model, arrays)
+    return models.build(experiment.network(), {key: array.numpy() for key, array in record.items()})
 
 
 def _samples(experiment: Experiment, seed: int) -> list[tuple[Tensor, Tensor]]:
@@ -238,18 +237,40 @@ def _samples(experiment: Experiment, seed: int) -> list[tuple[Tensor, Tensor]]:
         experiment.clients,
         experiment.alpha,
         experiment.min_samples,
+        experiment.shards_per_client,
+        tuple((key, _frozen(value)) for key, value in sorted(experiment.partition_options.items())),
         seed,
     )
 
 
+def _frozen(value: object) -> object:
+    """A list as a tuple, so that it can be a key."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 @lru_cache(maxsize=2)  # a process runs one seed at a time
 def _split(
-    dataset: str, kind: str, clients: int, alpha: float, min_samples: int, seed: int
+    dataset: str,
+    kind: str,
+    clients: int,
+    alpha: float,
+    min_samples: int,
+    shards_per_client: int,
+    options: tuple[tuple[str, object], ...],
+    seed: int,
 ) -> list[tuple[Tensor, Tensor]]:
     """Cut the training samples into one pair of tensors for each client."""
     data = datasets.load(dataset, seed)
     parts = partition(
-        kind, data.train_y, clients, alpha=alpha, min_samples=min_samples, seed=seed, owners=data.train_owner
+        kind,
+        data.train_y,
+        clients,
+        alpha=alpha,
+        min_samples=min_samples,
+        seed=seed,
+        owners=data.train_owner,
+        shards_per_client=shards_per_client,
+        options=dict(options),
     )
     return [(torch.from_numpy(data.train_x[own]), torch.from_numpy(data.train_y[own])) for own in parts]
 

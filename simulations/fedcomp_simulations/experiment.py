@@ -13,21 +13,18 @@ The keys are the fields of the two classes; the name of an experiment is the nam
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fedcomp import Plan, Schedule, as_feedback
 from fedcomp.errors import ConfigError
 from fedcomp.feedback import feedbacks
 from fedcomp.plan import as_plan
-from fedcomp_simulations import datasets, partition
+from fedcomp_simulations import datasets
 from fedcomp_simulations.config import one_of, unique
 from fedcomp_simulations.fleet import Fleet
+from fedcomp_simulations.network import Network, check_model
+from fedcomp_simulations.partition import FLWR, SHARDS_PER_CLIENT, check_kind
 
-MODELS: dict[str, tuple[str, ...]] = {  # and the data sets each of them takes
-    "cnn": ("fashion", "mnist"),
-    "gru": ("shakespeare",),
-    "imu-cnn": ("imu",),
-    "mlp": ("fashion", "mnist"),
-}
 STRATEGIES: dict[str, tuple[str, ...]] = {  # and the options each of them takes
     "fedadagrad": ("eta", "tau"),
     "fedadam": ("eta", "beta_1", "beta_2", "tau"),
@@ -39,7 +36,8 @@ STRATEGIES: dict[str, tuple[str, ...]] = {  # and the options each of them takes
 
 
 _AT_LEAST_ONE = (
-    "clients", "clients_per_round", "min_samples", "rounds", "local_epochs", "batch", "evaluate_every", "last",
+    "clients", "clients_per_round", "min_samples", "shards_per_client",
+    "rounds", "local_epochs", "batch", "evaluate_every", "last",
 )  # fmt: skip
 
 
@@ -104,7 +102,11 @@ class Experiment:
     """One training task and the methods to compare on it.
 
     Attributes:
-        partition: "dirichlet" (by `alpha`), "iid", or "natural" where the data say whose each sample is.
+        dataset: one that comes inside a package, or "idx:FOLDER", "FILE.npz", "hub:NAME".
+        hidden: units of the model's hidden layer, or a transformer's width; 0: what the model has by default.
+        norm: what normalizes after the convolutions of cnn and cnn1d: "none", "group" or "batch".
+        partition: "dirichlet" or "quantity" (by `alpha`), "shards" (by `shards_per_client`), "iid", "natural" where the
+            data say whose each sample is, or "flwr:NAME", a partitioner of flwr-datasets with `partition_options`.
         momentum: of the clients' SGD; its velocity starts at 0 in every round.
         clip_norm: bound on the norm of every batch's gradient, all tensors together.
         evaluate_every: rounds from one evaluation to the next; the last `last` rounds are all evaluated.
@@ -119,8 +121,12 @@ class Experiment:
     seeds: tuple[int, ...] = (0, 1, 2)
     clients: int = 100
     clients_per_round: int = 10
+    hidden: int = 0
+    norm: str = "none"
     partition: str = "dirichlet"
     alpha: float = 0.3
+    shards_per_client: int = SHARDS_PER_CLIENT
+    partition_options: Mapping[str, Any] = field(default_factory=dict)
     min_samples: int = 8
     rounds: int = 60
     local_epochs: int = 1
@@ -135,10 +141,13 @@ class Experiment:
     fleet: Fleet = field(default_factory=Fleet)
 
     def __post_init__(self) -> None:
-        one_of("dataset", self.dataset, datasets.available())
-        one_of("model", self.model, tuple(MODELS))
-        one_of(f"dataset for model {self.model!r}", self.dataset, MODELS[self.model])
-        one_of("partition", self.partition, partition.kinds())
+        datasets.check_name(self.dataset)
+        if form := datasets.known_form(self.dataset):
+            Network(self.model, form, self.hidden, self.norm)
+        else:  # the data may be large, and elsewhere: the run looks at them
+            check_model(self.model)
+        check_kind(self.partition)
+        _check_options(self.partition, self.partition_options)
         _check_strategy(self.strategy, self.strategy_options)
         for key in _AT_LEAST_ONE:
             if getattr(self, key) < 1:
@@ -159,6 +168,10 @@ class Experiment:
         unique("seeds", self.seeds)
         unique("methods", [method.name for method in self.methods])
 
+    def network(self) -> Network:
+        """What is trained; for data of the user's own this reads them. Raises ConfigError if they do not suit it."""
+        return Network(self.model, datasets.form(self.dataset), self.hidden, self.norm)
+
     def evaluates(self, server_round: int) -> bool:
         """Whether the model is evaluated after this round."""
         return server_round % self.evaluate_every == 0 or server_round > self.rounds - self.last
@@ -177,6 +190,16 @@ def with_codecs(experiment: Experiment, codecs: list[str]) -> Experiment:
     methods = [parse_method(text) for text in dict.fromkeys(codecs)]
     others = tuple(method for method in methods if not method.uncompressed)
     return replace(experiment, methods=(Method("float32", "float32"), *others))
+
+
+def _check_options(partition: str, options: Mapping[str, Any]) -> None:
+    if options and not partition.startswith(FLWR):
+        raise ConfigError(f"partition_options: only partitions flwr:NAME take options, not {partition!r}")
+    for key, value in options.items():
+        if not all(
+            isinstance(each, bool | int | float | str) for each in (value if isinstance(value, list) else [value])
+        ):
+            raise ConfigError(f"partition_options.{key}: expected a number, a text or a list of such, got {value!r}")
 
 
 def _check_strategy(name: str, options: Mapping[str, float]) -> None:

@@ -1,9 +1,10 @@
 """Who holds which samples: each goes to exactly one client, and no client gets less than `min_samples`.
 
-Schemes: `iid`, `dirichlet`, and `natural`, by which a client holds what is its own in the data.
+Schemes: `iid`; `dirichlet` and `shards`, by which clients differ in labels; `quantity`, by which they differ in size;
+`natural`, by which a client holds what is its own in the data; and `flwr:NAME`, a partitioner of flwr-datasets.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,8 @@ from fedcomp.errors import ConfigError
 
 Labels = NDArray[np.int64]
 Indices = NDArray[np.int64]
+FLWR = "flwr:"
+SHARDS_PER_CLIENT = 2
 
 
 def partition(
@@ -23,13 +26,20 @@ def partition(
     min_samples: int,
     seed: int,
     owners: NDArray[np.int64] | None = None,
+    shards_per_client: int = SHARDS_PER_CLIENT,
+    options: Mapping[str, object] | None = None,
 ) -> list[Indices]:
     """Split the samples among the clients by the named scheme; the same arguments give the same split.
 
-    `owners`, `(samples,)`, is what `natural` goes by. Raises ConfigError if the samples cannot be split like this.
+    Args:
+        alpha: of Dirichlet's distribution, in `dirichlet` and `quantity`: the smaller, the less alike clients are.
+        owners: `(samples,)`, what `natural` goes by.
+        shards_per_client: of `shards`.
+        options: of a partitioner of flwr-datasets.
+
+    Raises ConfigError if the samples cannot be split like this.
     """
-    if kind not in kinds():
-        raise ConfigError(f"unknown partition {kind!r}; available: {', '.join(kinds())}")
+    check_kind(kind)
     if kind == "natural":
         return _natural(owners, clients, min_samples)
     if not alpha > 0:
@@ -39,8 +49,20 @@ def partition(
             f"{clients} clients with min_samples = {min_samples} need {clients * min_samples} samples, "
             f"got {len(labels)}; lower clients or min_samples"
         )
+    if kind.startswith(FLWR):
+        from fedcomp_simulations.flwr_partition import flwr_partition
+
+        name = kind.removeprefix(FLWR)
+        return flwr_partition(name, labels, clients, dict(options or {}), min_samples, seed, owners)
     rng = np.random.default_rng(100 + seed)
-    return _top_up(_KINDS[kind](labels, clients, alpha, rng), min_samples, rng)
+    skew = float(shards_per_client) if kind == "shards" else alpha
+    return _top_up(_KINDS[kind](labels, clients, skew, rng), min_samples, rng)
+
+
+def check_kind(kind: str) -> None:
+    """Raise ConfigError unless `partition` knows the scheme, as far as that can be told without flwr-datasets."""
+    if kind not in kinds() and not kind.startswith(FLWR):
+        raise ConfigError(f"unknown partition {kind!r}; available: {', '.join(kinds())}, {FLWR}NAME")
 
 
 def kinds() -> tuple[str, ...]:
@@ -80,6 +102,26 @@ def _dirichlet(labels: Labels, clients: int, alpha: float, rng: np.random.Genera
     return [np.concatenate(own) for own in pieces]
 
 
+def _quantity(labels: Labels, clients: int, alpha: float, rng: np.random.Generator) -> list[Indices]:
+    """Cut the shuffled samples by Dirichlet(alpha) shares: all see the same labels, some have far more of them."""
+    cuts = (np.cumsum(_shares(clients, alpha, rng)) * len(labels)).astype(np.int64)[:-1]
+    return np.split(rng.permutation(len(labels)), cuts)
+
+
+def _shards(labels: Labels, clients: int, per_client: float, rng: np.random.Generator) -> list[Indices]:
+    """Sort by label, cut into equal shards and deal these out (McMahan et al. 2017, arXiv:1602.05629)."""
+    if labels.ndim > 1:
+        raise ConfigError("partition 'shards': every sample of this dataset has many labels; use natural or iid")
+    count = clients * int(per_client)
+    if not 0 < count <= len(labels):
+        raise ConfigError(
+            f"shards_per_client: expected from 1 to {len(labels) // clients} for {len(labels)} samples and {clients} "
+            f"clients, got {per_client:.0f}"
+        )
+    shards = np.array_split(np.argsort(labels, kind="stable"), count)
+    return [np.concatenate([shards[shard] for shard in own]) for own in rng.permutation(count).reshape(clients, -1)]
+
+
 def _shares(clients: int, alpha: float, rng: np.random.Generator) -> NDArray[np.float64]:
     """Dirichlet shares; where float64 cannot draw them, the limit they tend to."""
     with np.errstate(all="ignore"):
@@ -112,4 +154,6 @@ def _top_up(parts: list[Indices], min_samples: int, rng: np.random.Generator) ->
 _KINDS: dict[str, Callable[[Labels, int, float, np.random.Generator], list[Indices]]] = {
     "dirichlet": _dirichlet,
     "iid": _iid,
+    "quantity": _quantity,
+    "shards": _shards,
 }

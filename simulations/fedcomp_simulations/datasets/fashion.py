@@ -1,9 +1,7 @@
 """Fashion-MNIST (Xiao et al. 2017, arXiv:1708.07747) as Debian packages it: 15,000 images to train, 5,000 to test."""
 
 import gzip
-import math
 import os
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ from numpy.typing import NDArray
 from fedcomp.errors import FedcompError
 from fedcomp_simulations.datasets import Dataset
 from fedcomp_simulations.datasets.files import check
+from fedcomp_simulations.datasets.idx import parse_idx
 
 FOLDER = "/usr/share/datasets/fashion-mnist"
 INSTALL = "apt-get install dataset-fashion-mnist"
@@ -57,12 +56,3 @@ def _file(name: str) -> bytes:
             "(or set FEDCOMP_DATA to a folder with its four files)"
         )
     return gzip.decompress(check(path.read_bytes(), SHA256[name], what=str(path), install=INSTALL))
-
-
-def parse_idx(data: bytes) -> NDArray[np.uint8]:
-    """Read an array in IDX: two zeros, the type (8: bytes), the number of axes, their lengths, the values."""
-    zeros, kind, axes = struct.unpack_from(">HBB", data)
-    shape = struct.unpack_from(f">{axes}I", data, 4)
-    if zeros or kind != 8 or len(data) != 4 + 4 * axes + math.prod(shape):
-        raise FedcompError(f"not an IDX file of bytes with shape {shape}; run: {INSTALL}")
-    return np.frombuffer(data, np.uint8, offset=4 + 4 * axes).reshape(shape)

@@ -66,6 +66,7 @@ def cut(texts: Sequence[Codes], classes: int) -> Dataset:
         test_x=test_x,
         test_y=test_y,
         train_owner=np.repeat(np.arange(len(texts)), [len(x) for x, _ in train]),
+        symbols=classes,
     )
 
 
