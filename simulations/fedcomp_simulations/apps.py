@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from flwr.serverapp import Grid, ServerApp
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedcomp.errors import ConfigError
+from fedcomp_clients.records import to_array, to_numpy
 from fedcomp_simulations import datasets, models
 from fedcomp_simulations.experiment import Experiment, Method
 from fedcomp_simulations.partition import partition
@@ -129,7 +130,7 @@ def run_strategy(
 
 def to_record(arrays: dict[str, NDArray[np.float32]]) -> ArrayRecord:
     """Pack named arrays for a message."""
-    return ArrayRecord({key: Array(array) for key, array in arrays.items()})
+    return ArrayRecord({key: to_array(array) for key, array in arrays.items()})
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ def _partition_id(context: Context, clients: int) -> int:
 
 def _model(experiment: Experiment, record: ArrayRecord) -> torch.nn.Module:
     # Some strategies widen the model to float64; training stays in float32.
-    arrays = {key: array.numpy().astype(np.float32) for key, array in record.items()}
+    arrays = {key: to_numpy(array).astype(np.float32, copy=False) for key, array in record.items()}
     return models.build(experiment.model, arrays)
 
 

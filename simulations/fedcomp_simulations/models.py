@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedcomp.errors import ConfigError
+from fedcomp_simulations.skeleton import made_once
 
 
 class Mlp(nn.Module):
@@ -156,8 +157,7 @@ def available() -> tuple[str, ...]:
 
 def build(name: str, arrays: dict[str, NDArray[np.float32]]) -> nn.Module:
     """Make the named model around the given arrays, which it uses without a copy and will write to."""
-    with torch.device("meta"):  # no memory and no random start for weights that are replaced at once
-        model = _find(name)()
+    model = _empty(name)
     model.load_state_dict({key: torch.from_numpy(array) for key, array in arrays.items()}, assign=True)
     return model
 
@@ -168,8 +168,7 @@ def initial_arrays(name: str, seed: int) -> dict[str, NDArray[np.float32]]:
     A recurrent matrix is orthogonal times 0.9, in each of its gates. The same seed gives the same start.
     """
     rng = np.random.default_rng(7 + seed)
-    with torch.device("meta"):
-        shapes = {key: tuple(value.shape) for key, value in _find(name)().state_dict().items()}
+    shapes = {key: tuple(value.shape) for key, value in _empty(name).state_dict().items()}
     arrays: dict[str, NDArray[np.float32]] = {}
     for key, shape in shapes.items():
         if len(shape) == 1:
@@ -189,6 +188,13 @@ def _orthogonal(size: int, rng: np.random.Generator) -> NDArray[np.float32]:
     """Draw an orthogonal matrix times 0.9, uniformly: QR with a positive diagonal of R."""
     q, r = np.linalg.qr(rng.normal(size=(size, size)))
     return (0.9 * q * np.sign(np.diag(r))).astype(np.float32)
+
+
+@made_once
+def _empty(name: str) -> nn.Module:
+    """Make a network on the meta device: no memory, and no random start for weights that are replaced at once."""
+    with torch.device("meta"):
+        return _find(name)()
 
 
 def _find(name: str) -> type[nn.Module]:
