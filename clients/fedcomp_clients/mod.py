@@ -38,6 +38,7 @@ from fedcomp_clients import order
 from fedcomp_clients.compact import compacted, evaluate, package_in, unpacked, with_frame
 from fedcomp_clients.downlink import FileModelCache, ModelCache, Received, receive
 from fedcomp_clients.node import node_of, partition_of
+from fedcomp_clients.records import to_array, to_numpy
 from fedcomp_clients.state import FileStore, StateStore
 from fedcomp_clients.told import Told, first_time
 
@@ -156,7 +157,7 @@ class CompressMod:
             return None
         key, package = found
         received = receive(package, self.models, str(context.run_id), node_of(context)[0])
-        model = ArrayRecord({name: Array(values) for name, values in received.arrays.items()})
+        model = ArrayRecord({name: to_array(values) for name, values in received.arrays.items()})
         message.content = unpacked(message.content, key, model)
         return replace(received, arrays={})  # training needs the room
 
@@ -179,8 +180,8 @@ class CompressMod:
         name, number = node_of(context)
         request = told.request
         assert request is not None
-        start = {key: array.numpy() for key, array in base.items()}
-        new = {key: array.numpy() for key, array in trained.items()}
+        start = {key: to_numpy(array) for key, array in base.items()}
+        new = {key: to_numpy(array) for key, array in trained.items()}
         if (said := order.unclipped(start, new, told.clipping)) and first_time(context, "clipping"):
             log.warning("%s", said)
         layout, remembers = Layout.of(start), bool(request.feedback.slots)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from flwr.serverapp import Grid, ServerApp
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedcomp.errors import ConfigError
+from fedcomp_clients.records import to_array, to_numpy
 from fedcomp_simulations import datasets, models
 from fedcomp_simulations.experiment import Experiment, Method
 from fedcomp_simulations.fleet_grid import FleetGrid, answer_query
@@ -133,7 +134,7 @@ def run_strategy(
 
 def to_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     """Pack named arrays for a message."""
-    return ArrayRecord({key: Array(array) for key, array in arrays.items()})
+    return ArrayRecord({key: to_array(array) for key, array in arrays.items()})
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ def _partition_id(context: Context, clients: int) -> int:
 
 
 def _model(experiment: Experiment, record: ArrayRecord) -> torch.nn.Module:
-    return models.build(experiment.network(), {key: array.numpy() for key, array in record.items()})
+    return models.build(experiment.network(), {key: to_numpy(array) for key, array in record.items()})
 
 
 def _samples(experiment: Experiment, seed: int) -> list[tuple[Tensor, Tensor]]:

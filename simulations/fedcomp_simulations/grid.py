@@ -184,12 +184,15 @@ def _copy_context(context: Context) -> Context:
 
 def _copy(records: RecordDict) -> RecordDict:
     """Copy records; the bytes of arrays are immutable and shared, so this costs next to nothing."""
-    return RecordDict(
-        {
-            key: ArrayRecord(dict(record)) if isinstance(record, ArrayRecord) else deepcopy(record)
-            for key, record in records.items()
-        }
-    )
+    copies = records.copy()  # without the checks of types, which were made when the record was
+    for key, record in records.items():
+        if isinstance(record, ArrayRecord):
+            copies[key] = ArrayRecord(dict(record))  # of new arrays: an Array can be changed
+        elif not any(isinstance(value, list) for value in record.values()):
+            copies[key] = record.copy()
+        else:
+            copies[key] = deepcopy(record)
+    return copies
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def run_one(
     losses = _Losses()
     mod = CompressMod(MemoryStore(), stats.append if monitor else None, MemoryModelCache(), losses)
     started = time.perf_counter()
-    with _one_thread(), collected_warnings() as warnings:
+    with one_thread(), collected_warnings() as warnings:
         run_in_process(
             server_app(experiment, method, seed, on_round), client_app(experiment, seed, mod), experiment.clients
         )
@@ -160,7 +160,7 @@ def to_result(
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Sums of floats depend on the number of threads, and the layers are too small to gain from more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

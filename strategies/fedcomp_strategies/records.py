@@ -1,17 +1,15 @@
 """Flower's records as numpy arrays, without a copy where possible: servers cannot afford many of a large model."""
 
 from collections.abc import Mapping
-from io import BytesIO
 from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-Model = dict[str, NDArray[Any]]
+from fedcomp import npy
 
-_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+Model = dict[str, NDArray[Any]]
 
 
 def views(record: Mapping[str, Array]) -> Model:
@@ -57,12 +55,5 @@ def is_finite(record: Mapping[str, Array]) -> bool:
 
 def _view(array: Array) -> NDArray[Any]:
     """The array in the bytes of np.save; a copy where these are of a kind that cannot be looked into."""
-    stream = BytesIO(array.data)  # shares the bytes
-    header = _HEADERS.get(npy.read_magic(stream))
-    if header is None:
-        return array.numpy()
-    shape, by_columns, dtype = header(stream)
-    if dtype.hasobject:
-        return array.numpy()
-    values = np.frombuffer(array.data, dtype, int(np.prod(shape)), stream.tell())
-    return values.reshape(shape, order="F" if by_columns else "C")
+    values = npy.view(array.data)
+    return array.numpy() if values is None else values

@@ -14,6 +14,7 @@ from fedcomp_simulations.models.recurrent import Gru
 from fedcomp_simulations.models.series import Cnn1d
 from fedcomp_simulations.models.transformer import Transformer
 from fedcomp_simulations.network import Network, available
+from fedcomp_simulations.skeleton import made_once
 
 __all__ = ["Cnn", "Cnn1d", "Gru", "Mlp", "Network", "Transformer", "available", "build", "initial_arrays"]
 
@@ -52,6 +53,7 @@ def initial_arrays(network: Network | str, seed: int) -> Arrays:
     return {key: _start(key, tuple(value.shape), rng) for key, value in _empty(network).state_dict().items()}
 
 
+@made_once
 def _empty(network: Network | str) -> nn.Module:
     """Make a network on the meta device: no memory, and no random start for weights that are replaced at once."""
     found = Network.shipped(network) if isinstance(network, str) else network
