@@ -82,7 +82,7 @@ def write_tables(name: str, results: Results, folder: Path, *, here: bool) -> No
 
 
 def page(name: str, results: Results, machine: str) -> str:
-    """The table as Markdown, with all that is needed to repeat it."""
+    """The table as Markdown, with what it takes to repeat it."""
     seeds = ", ".join(str(seed) for seed in sorted({run.seed for run in results.runs}))
     settings = ", ".join(f"{key} {value}" for key, value in _told(results.tasks[0].settings).items())
     lines = [
@@ -117,10 +117,12 @@ def until(runs: Sequence[RunResult], target: float | None) -> float | None:
 
     It is there once the mean of STEADY evaluations, one after the other, is; None: never, or there is no target.
     """
+    if target is None:
+        return None
     curves = zip(*(run.accuracy_curve for run in runs), strict=True)
     curve = [fmean(accuracy for _, _, accuracy in points) for points in curves]
     window = min(STEADY, len(curve))
-    for last in range(window - 1, len(curve) if target is not None else 0):
+    for last in range(window - 1, len(curve)):
         if fmean(curve[last - window + 1 : last + 1]) >= target:
             return fmean(run.accuracy_curve[last][1] for run in runs)
     return None

@@ -48,7 +48,7 @@ def result(method: Method, seed: int, accuracies: list[float], nbytes: int) -> R
     )
 
 
-def results(**changes: object) -> Results:
+def results() -> Results:
     runs = [
         result(PLAIN, 0, [0.5, 0.7, 0.8, 0.8], 4000),
         result(PLAIN, 1, [0.6, 0.8, 0.9, 0.9], 4000),
@@ -77,6 +77,15 @@ def test_every_experiment_compares_with_float32_at_the_budgets_that_its_methods_
         assert match[0].replace(",", "") in budgets
         assert method.budget in ("", match[0].replace(",", ""))
     assert experiment.seeds == (0, 1, 2)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "fedvqcs"])
+def test_the_task_is_that_of_the_shipped_experiment(name: str) -> None:
+    task, shipped = (
+        to_config(load_experiment(which), skip=("name", "methods", "evaluate_every"))
+        for which in (str(FOLDER / f"{name}.toml"), f"budgets-{name}")
+    )
+    assert task == shipped
 
 
 def test_there_is_no_other_experiment(run: ModuleType) -> None:
