@@ -109,7 +109,7 @@ class FleetGrid(Grid):
         messages = list(messages)
         train = [message for message in messages if message.metadata.message_type.partition(".")[0] == "train"]
         if not train:
-            return list(self._grid.send_and_receive(messages, timeout=timeout))
+            return list(self._grid.send_and_receive(messages, timeout=timeout)) if messages else []
         fates = {id(message): self._fate(message) for message in train}
         sent = [message for message in messages if fates.get(id(message)) != "absent"]
         replies = list(self._grid.send_and_receive(sent, timeout=timeout)) if sent else []
