@@ -296,6 +296,7 @@ def test_results_hold_the_exchanges() -> None:
     asked = result.exchanges[1]
     assert isinstance(asked[0], Exchange)
     assert len(asked) == 8
+    assert result.warnings == ()  # what the fleet is meant to lose is no news
     assert result.by_round.wire_down == tuple(sum(each.wire_down for each in asked) for asked in result.exchanges)
 
 

@@ -5,8 +5,10 @@ order of their partitions, whatever ids they have, so Flower draws the same clie
 clients are absent, replies lost or late as the Fleet wants it.
 """
 
+import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -31,6 +33,23 @@ def answer_query(message: Message, context: Context) -> Message:
     """Say which partition this node has: the query function of an experiment's ClientApp."""
     told = ConfigRecord({_TOLD: int(context.node_config["partition-id"])})
     return Message(RecordDict({_ASKED: told}), reply_to=message)
+
+
+@contextmanager
+def expected_missing(fleet: Fleet) -> Iterator[None]:
+    """Keep the strategy quiet about replies that are missing, round after round, where the fleet is to lose some."""
+
+    def is_news(record: logging.LogRecord) -> bool:
+        causes = record.args[1] if isinstance(record.args, tuple) and len(record.args) == 2 else None
+        return not (isinstance(causes, dict) and causes.keys() == {"missing"})
+
+    log = logging.getLogger("fedcomp")
+    if fleet.loses:
+        log.addFilter(is_news)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_news)
 
 
 class FleetGrid(Grid):
