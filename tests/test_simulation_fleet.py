@@ -278,6 +278,47 @@ def test_a_client_app_that_cannot_tell_its_partition_is_named() -> None:
         FleetGrid(Foreign(grid), Fleet(), 2, 0).get_node_ids()
 
 
+class Renamed(Foreign):
+    """One whose nodes say that they are other partitions than they are."""
+
+    def __init__(self, grid: InProcessGrid, told: dict[int, int]) -> None:
+        super().__init__(grid)
+        self.told, self.shown = told, list(told)
+
+    def get_node_ids(self) -> list[int]:
+        return self.shown
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return [
+            Message(RecordDict({"partition": ConfigRecord({"partition-id": self.told[node]})}), reply_to=message)
+            for message in messages
+            for node in (message.metadata.dst_node_id,)
+        ]
+
+
+def test_a_node_that_restarts_takes_the_place_of_its_former_self() -> None:
+    with InProcessGrid(ClientApp(), 2) as grid:
+        inner = Renamed(grid, {7: 1, 3: 0, 9: 1})
+        inner.shown = [7, 3]
+        fleet = FleetGrid(inner, Fleet(), 2, 0)
+        assert fleet.get_node_ids() == [3, 7]
+        inner.shown = [7, 3, 9]  # 7 is gone, but the engine has not noticed
+        assert fleet.get_node_ids() == [3, 9]
+        assert fleet.get_node_ids() == [3, 9]
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({7: 1, 3: 1}, "nodes 7 and 3 both have partition-id 1; give each its own"),
+        ({7: 0, 3: 2}, "node 3 has partition-id 2, expected one from 0 to 1"),
+    ],
+)
+def test_partitions_must_be_those_of_the_experiment(told: dict[int, int], said: str) -> None:
+    with InProcessGrid(ClientApp(), 2) as grid, pytest.raises(FedcompError, match=said):
+        FleetGrid(Renamed(grid, told), Fleet(), 2, 0).get_node_ids()
+
+
 def test_other_messages_pass_and_count_as_nothing() -> None:
     app = ClientApp()
     app.query()(lambda message, context: Message(RecordDict(), reply_to=message))

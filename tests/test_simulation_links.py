@@ -119,7 +119,7 @@ def test_a_client_that_is_still_busy_begins_later() -> None:
 def test_the_time_of_a_run_on_any_link_adds_up() -> None:
     rounds = [[exchange(0), exchange(1)], [], [exchange(0, up=13_000)]]
     assert link_seconds(rounds, SLOW) == pytest.approx([9.5, 9.5, 29.0])
-    slower = link_seconds(rounds, SLOW, Clock(on_slow, lambda client: 0.5))
+    slower = link_seconds(rounds, Clock(on_slow, lambda client: 0.5))
     assert slower == pytest.approx([10.0, 10.0, 30.0])
     assert link_seconds([], SLOW) == []
 
