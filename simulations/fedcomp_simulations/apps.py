@@ -26,7 +26,7 @@ from fedcomp.errors import ConfigError
 from fedcomp_clients.records import to_array, to_numpy
 from fedcomp_simulations import datasets, models
 from fedcomp_simulations.experiment import Experiment, Method
-from fedcomp_simulations.fleet_grid import FleetGrid, answer_query
+from fedcomp_simulations.fleet_grid import FleetGrid, answer_query, expected_missing
 from fedcomp_simulations.partition import partition
 from fedcomp_simulations.results import Exchange
 from fedcomp_strategies import Compressed, RoundTraffic
@@ -94,7 +94,8 @@ def server_app(experiment: Experiment, method: Method, seed: int, on_round: OnRo
         )
         clients = FleetGrid(grid, experiment.fleet, experiment.clients, seed)
         evaluate = _Evaluation(experiment, seed, strategy, clients, on_round)
-        run_strategy(strategy, experiment, seed, clients, evaluate)
+        with expected_missing(experiment.fleet):
+            run_strategy(strategy, experiment, seed, clients, evaluate)
 
     app.main()(main)
     return app

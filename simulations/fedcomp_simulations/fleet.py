@@ -69,6 +69,11 @@ class Fleet:
         if self.deadline_s < math.inf and not (self.mix or self.compute_s):
             raise ConfigError("fleet.deadline_s: nothing takes time; give fleet.link, fleet.links or fleet.compute_s")
 
+    @property
+    def loses(self) -> bool:
+        """Whether some replies may not reach the server in time."""
+        return self.dropout > 0 or self.loss > 0 or self.deadline_s < math.inf
+
     def link_of(self, client: int, clients: int, seed: int) -> Link | None:
         """The link of one of so many clients; None if the fleet has none. As many clients have each as it shall be."""
         if not self.mix:

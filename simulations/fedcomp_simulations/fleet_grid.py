@@ -5,8 +5,10 @@ order of their partitions, whatever ids they have, so Flower draws the same clie
 clients are absent, replies lost or late as the Fleet wants it.
 """
 
+import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -33,6 +35,23 @@ def answer_query(message: Message, context: Context) -> Message:
     return Message(RecordDict({_ASKED: told}), reply_to=message)
 
 
+@contextmanager
+def expected_missing(fleet: Fleet) -> Iterator[None]:
+    """Keep the strategy quiet about replies that are missing, round after round, where the fleet is to lose some."""
+
+    def is_news(record: logging.LogRecord) -> bool:
+        causes = record.args[1] if isinstance(record.args, tuple) and len(record.args) == 2 else None
+        return not (isinstance(causes, dict) and causes.keys() == {"missing"})
+
+    log = logging.getLogger("fedcomp")
+    if fleet.loses:
+        log.addFilter(is_news)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_news)
+
+
 class FleetGrid(Grid):
     """A Grid whose clients are those of a fleet.
 
@@ -47,12 +66,10 @@ class FleetGrid(Grid):
 
     Attributes:
         exchanges: by round, in the order in which the clients were asked.
-        seconds: that each of these rounds took on the fleet's links, in their order.
     """
 
     def __init__(self, grid: Grid, fleet: Fleet, clients: int, seed: int, nodes_s: float = NODES_S) -> None:
         self.exchanges: dict[int, tuple[Exchange, ...]] = {}
-        self.seconds: list[float] = []
         self._grid = grid
         self._fleet = fleet
         self._clients = clients
@@ -60,6 +77,9 @@ class FleetGrid(Grid):
         self._nodes_s = nodes_s
         self._clock = fleet.clock(clients, seed)
         self._partitions: dict[int, int] = {}  # by node
+        self._gone: set[int] = (
+            set()
+        )  # nodes that others have taken the place of, which engines go on listing for a while
 
     def set_run(self, run: Run) -> None:
         """Set the run of the engine's Grid."""
@@ -92,9 +112,8 @@ class FleetGrid(Grid):
                     f"expected {self._clients} nodes, got {len(nodes)} within {self._nodes_s:g} s; start the others, "
                     "or see in their logs why they are not connected"
                 )
-        if unknown := [node for node in nodes if node not in self._partitions]:
-            self._partitions |= self._ask(unknown)
-        return sorted(nodes, key=lambda node: (self._partitions[node], node))
+        self._learn([node for node in nodes if node not in self._partitions and node not in self._gone])
+        return sorted((node for node in nodes if node in self._partitions), key=self._partitions.__getitem__)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """As the engine's Grid; nothing happens to these messages."""
@@ -109,7 +128,7 @@ class FleetGrid(Grid):
         messages = list(messages)
         train = [message for message in messages if message.metadata.message_type.partition(".")[0] == "train"]
         if not train:
-            return list(self._grid.send_and_receive(messages, timeout=timeout))
+            return list(self._grid.send_and_receive(messages, timeout=timeout)) if messages else []
         fates = {id(message): self._fate(message) for message in train}
         sent = [message for message in messages if fates.get(id(message)) != "absent"]
         replies = list(self._grid.send_and_receive(sent, timeout=timeout)) if sent else []
@@ -122,7 +141,7 @@ class FleetGrid(Grid):
             if exchanges[-1].outcome in ("lost", "late"):
                 unheard.add(message.metadata.message_id)
         self.exchanges[_round_of(train[0])] = tuple(exchanges)
-        self.seconds.append(self._clock.end_round(exchanges))
+        self._clock.end_round(exchanges)
         return [reply for reply in replies if reply.metadata.reply_to_message_id not in unheard]
 
     def _fate(self, message: Message) -> str:
@@ -131,7 +150,7 @@ class FleetGrid(Grid):
     def _client(self, message: Message) -> int:
         node = message.metadata.dst_node_id
         if node not in self._partitions:
-            self._partitions |= self._ask([node])
+            self._learn([node])
         return self._partitions[node]
 
     def _exchange(self, message: Message, reply: Message | None, fate: str) -> Exchange:
@@ -149,6 +168,21 @@ class FleetGrid(Grid):
             outcome="late" if read is None else fate if read.arrived else "failed",
         )
         return replace(moved, outcome="late") if moved.outcome == "ok" and self._clock.is_late(moved) else moved
+
+    def _learn(self, nodes: list[int]) -> None:
+        """Learn the partitions of nodes; one that has another's is that one after a restart, under another id."""
+        told = self._ask(nodes) if nodes else {}
+        by_partition: dict[int, int] = {}
+        for node, partition in told.items():
+            if not 0 <= partition < self._clients:
+                raise FedcompError(
+                    f"node {node} has partition-id {partition}, expected one from 0 to {self._clients - 1}: as many "
+                    "nodes as the experiment has clients"
+                )
+            if (other := by_partition.setdefault(partition, node)) != node:
+                raise FedcompError(f"nodes {other} and {node} both have partition-id {partition}; give each its own")
+        self._gone |= {node for node, partition in self._partitions.items() if partition in by_partition}
+        self._partitions = {n: p for n, p in self._partitions.items() if n not in self._gone} | dict(told)
 
     def _ask(self, nodes: list[int]) -> Mapping[int, int]:
         """The partitions of nodes, as they say themselves."""

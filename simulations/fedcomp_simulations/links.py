@@ -10,7 +10,7 @@ what that leaves out.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -252,16 +252,19 @@ def round_seconds(exchanges: Iterable[Moved], link_of: Callable[[int], Link | No
     return Clock(link_of, deadline_s=deadline_s).end_round(exchanges)
 
 
-def link_seconds(rounds: Sequence[Sequence[Moved]], link: Link, clock: Clock | None = None) -> list[float]:
-    """Seconds from the beginning of a run to the end of each round, had all its clients been on this link.
+def link_seconds(rounds: Iterable[Iterable[Moved]], on: Link | Clock) -> list[float]:
+    """Seconds from the beginning of a run to the end of each of its rounds.
 
     Args:
         rounds: the exchanges of each round.
-        link: of all clients.
-        clock: at its beginning; another one, for clients on different links or with a deadline.
+        on: what to time them on: a link that all clients have, or a clock, as `Fleet.clock` makes it.
     """
-    clock = clock or Clock(lambda client: link)
-    return [clock.now for exchanges in rounds if clock.end_round(exchanges) >= 0]
+    clock = on if isinstance(on, Clock) else Clock(lambda client: on)
+    times = []
+    for exchanges in rounds:
+        clock.end_round(exchanges)
+        times.append(clock.now)
+    return times
 
 
 def joules(rounds: Iterable[Iterable[Moved]], link: Link) -> float:
