@@ -8,7 +8,7 @@ from fedcomp_simulations.models.embedding import embedding
 from fedcomp_simulations.network import HEADS, Network
 
 BLOCKS = 2
-SLOWEST = 10_000.0  # positions, over 2 pi, in which the slowest pair of a head turns around, if heads are wide
+SLOWEST = 100.0  # positions, over 2 pi, in which the slowest pair of a wide head turns around: about a row
 
 Turn = tuple[Tensor, Tensor]  # cosines and sines, (positions, width of a head / 2)
 
