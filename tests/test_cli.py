@@ -136,7 +136,7 @@ def test_options_change_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
             ["simulate", "cifar"],
             "unknown experiment 'cifar': no such file, and shipped are budgets-fashion-cnn, "
             "budgets-fashion-skewed, budgets-imu-cnn, budgets-mnist-cnn, budgets-mnist-mlp, "
-            "budgets-shakespeare-gru, mnist-cnn, mnist-feedback, mnist-mlp",
+            "budgets-shakespeare-gru, mnist-cnn, mnist-feedback, mnist-mlp, shakespeare-transformer, spoken-cnn",
         ),
         (["simulate", "--codec", "zip"], "unknown codec 'zip'; known: "),
         (["simulate", "--codec", "sign("], "codec 'sign(': cannot be read"),

@@ -45,6 +45,8 @@ def test_shipped_experiments_load() -> None:
         "mnist-cnn",
         "mnist-feedback",
         "mnist-mlp",
+        "shakespeare-transformer",
+        "spoken-cnn",
     )
     for name in shipped():
         experiment = load_experiment(name)

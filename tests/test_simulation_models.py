@@ -60,13 +60,13 @@ def test_networks_start_as_they_always_did(name: str, parameters: int, digest: s
         (Network("mlp", Form((13, 32), 10)), 416 * 64 + 64 + 650),
         (Network("cnn", Form((3, 32, 32), 10)), 608 + 3_216 + 1024 * 64 + 64 + 650),
         (Network("cnn", Form((9, 7), 3)), 208 + 3_216 + 32 * 64 + 64 + 195),
-        (Network("cnn", PIXELS, norm="group"), 54_314 + 48),
+        (Network("cnn", PIXELS, norm="group"), 54_314),
         (Network("cnn", PIXELS, norm="batch"), 54_314 + 2 * 48 + 2),
-        (Network("cnn1d", SERIES, norm="group"), 26_879 + 2 * 136),
+        (Network("cnn1d", SERIES, norm="batch"), 26_879 + 4 * 136 + 3),
         (Network("cnn1d", Form((13, 32), 10)), 26_879 + 7 * 24 * 7 + 3 * 65),
         (Network("gru", Form((20,), 4, symbols=30), hidden=8), 30 * 16 + 24 * (16 + 8 + 2) + 36),
-        (Network("transformer", TEXT), 45_485),
-        (Network("transformer", TEXT, hidden=32), 22_157),
+        (Network("transformer", TEXT), 45_005),
+        (Network("transformer", TEXT, hidden=32), 22_157 - 320),
     ],
 )
 def test_networks_are_fitted_to_the_data(network: Network, parameters: int) -> None:
@@ -126,6 +126,13 @@ def test_no_position_sees_what_follows(name: str) -> None:
     assert (scores[:, 30:] - others[:, 30:]).abs().max() > 0.1
     last = models.build(replace(network, form=Form((50,), 77, symbols=77)), models.initial_arrays(network, 2))
     torch.testing.assert_close(last(x), scores[:, -1].clone())
+    ours, theirs = (torch.autograd.grad(out.square().sum(), [*own.parameters()]) for own, out in pairs(last, model, x))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def pairs(last: nn.Module, everywhere: nn.Module, x: torch.Tensor) -> list[tuple[nn.Module, torch.Tensor]]:
+    return [(last, last(x)), (everywhere, everywhere(x)[:, -1])]
 
 
 # Normalization
@@ -134,9 +141,7 @@ def test_no_position_sees_what_follows(name: str) -> None:
 def test_group_normalization_leaves_no_mean_and_no_statistics() -> None:
     network = Network("cnn", PIXELS, norm="group")
     arrays = models.initial_arrays(network, 0)
-    assert all(array.dtype == np.float32 for array in arrays.values())
-    assert (arrays["norm1.weight"] == 1).all()
-    assert not arrays["norm1.bias"].any()
+    assert list(arrays) == list(models.initial_arrays("cnn", 0))  # nothing more to send
     model = models.build(network, arrays)
     assert isinstance(model, models.Cnn)
     normalized = model.norm2(torch.randn(5, 16, 7, 7, generator=torch.Generator().manual_seed(0)) * 3 + 2)
@@ -148,7 +153,8 @@ def test_batch_normalization_starts_neutral_and_keeps_its_dtypes() -> None:
     network = Network("cnn1d", SERIES, norm="batch")
     arrays = models.initial_arrays(network, 0)
     assert arrays["norm1.num_batches_tracked"].dtype == np.int64
-    assert (arrays["norm1.running_var"] == 1).all()
+    assert all((arrays[key] == 1).all() for key in ("norm1.weight", "norm3.running_var"))
+    assert not arrays["norm1.bias"].any()
     assert not arrays["norm1.running_mean"].any()
     widened = {key: array.astype(np.float64) for key, array in arrays.items()}  # as Flower's strategies do
     widened["norm1.num_batches_tracked"] = np.array(7.9)
@@ -229,6 +235,6 @@ def test_an_experiment_on_a_file_trains_what_fits_it(tmp_path: Path) -> None:
     )
     results = run_experiment(experiment)
     assert results.runs[0].accuracy_final > 0.8
-    assert results.parameters == 608 + 3_216 + 64 * 64 + 64 + 195 + 48
+    assert results.parameters == 608 + 3_216 + 64 * 64 + 64 + 195
     with pytest.raises(ConfigError, match="takes rows of symbols, got features of shape 3x8x8"):
         run_experiment(replace(experiment, model="gru", norm="none"))

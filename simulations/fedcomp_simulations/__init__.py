@@ -3,9 +3,9 @@
 Nothing is imported here, so that the command line starts quickly. The pieces:
 
     experiment   what to run, read from TOML
-    datasets     real data from installed packages
-    partition    who holds which samples
-    models       the networks
+    datasets     real data from installed packages, and the user's own
+    partition    who holds which samples, flwr_partition by the partitioners of flwr-datasets
+    network      which network is fitted to what data; models: the networks
     apps         ClientApp and ServerApp, for any Flower engine
     grid         Flower's Grid in one process
     runner       every method with every seed, in this process or in worker processes

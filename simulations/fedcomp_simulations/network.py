@@ -6,6 +6,7 @@ The kinds are `mlp`, `cnn` for images, `cnn1d` for series, and `gru` and `transf
 from dataclasses import dataclass
 
 from fedcomp.errors import ConfigError
+from fedcomp_simulations.config import one_of
 from fedcomp_simulations.datasets.form import Form
 
 UNITS = {"cnn": 64, "cnn1d": 64, "gru": 96, "mlp": 64, "transformer": 48}  # where `hidden` is not given
@@ -42,7 +43,7 @@ class Network:
 
     def __post_init__(self) -> None:
         check_model(self.model)
-        _one_of("norm", self.norm, NORMS)
+        one_of("norm", self.norm, NORMS)
         if not 0 <= self.hidden <= MAX_HIDDEN:
             raise ConfigError(f"hidden: expected from 1 to {MAX_HIDDEN} units, or 0 for the default, got {self.hidden}")
         if self.norm != "none" and not self.kind.startswith("cnn"):
@@ -85,7 +86,7 @@ def available() -> tuple[str, ...]:
 
 def check_model(name: str) -> None:
     """Raise ConfigError unless there is such a model."""
-    _one_of("model", name, available())
+    one_of("model", name, available())
 
 
 _TAKES = {
@@ -105,8 +106,3 @@ def _fits(kind: str, form: Form) -> bool:
     if kind == "cnn":
         return form.image is not None and min(form.image[1:]) >= MIN_SIDE
     return kind == "mlp" or (len(form.shape) == 2 and form.shape[1] >= MIN_STEPS)
-
-
-def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"unknown {what} {value!r}; available: {', '.join(known)}")

@@ -55,4 +55,5 @@ def _file(name: str) -> bytes:
             f"dataset 'fashion' reads {path}, which is missing; run: {INSTALL} "
             "(or set FEDCOMP_DATA to a folder with its four files)"
         )
-    return gzip.decompress(check(path.read_bytes(), SHA256[name], what=str(path), install=INSTALL))
+    install = f'{INSTALL} (other images are dataset = "idx:{folder()}")'
+    return gzip.decompress(check(path.read_bytes(), SHA256[name], what=str(path), install=install))
