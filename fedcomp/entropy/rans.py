@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.entropy import narrow
 from fedcomp.entropy.models import Table
 from fedcomp.errors import FrameError
 
@@ -64,8 +65,9 @@ def encode_runs(
     for width, start, stop in reversed(_phases(count, lanes, warm)):
         states = np.concatenate([states, words.pop(width - states.size) | np.uint32(_FLOOR)])
         piece = _piece(width)
+        code = narrow.encode_piece if width <= narrow.WIDEST else _encode_piece
         for first in reversed(range(start, stop, piece)):
-            _encode_piece(states, shares.of(first, min(first + piece, stop)), precision, words)
+            code(states, shares.of(first, min(first + piece, stop)), precision, words)
     header = b"" if count <= _SINGLE else bytes([lanes.bit_length() - 1 | (warm.bit_length() - 1) << 4])
     return header + _write_states(states) + words.buffer[words.top :].astype("<u2").tobytes()
 
@@ -98,10 +100,11 @@ def decode_runs(
         words.push(_retire(states[width:]))
         states = states[:width]
         piece = _piece(width)
+        code = narrow.decode_piece if width <= narrow.WIDEST else _decode_piece
         for first in range(start, stop, piece):
             last = min(first + piece, stop)
             base = bases.of(first, last) if bases else None
-            _decode_piece(states, slots[: last - first], lookup, base, precision, words)
+            code(states, slots[: last - first], lookup, base, precision, words)
             np.take(names, slots[: last - first], out=symbols[first:last], mode="clip")
     if int(states[0]) != _FLOOR or words.buffer[words.top : words.end].any():
         raise FrameError("rANS stream: expected the coder to end in its start state, got another; damaged")
@@ -168,7 +171,7 @@ def _decode_piece(
 ) -> None:
     """Fill `slots` (symbols of one piece) with state % M + base, states.size a step; slots become symbols later.
 
-    With few lanes a step is all overhead: arrays of a constant are quicker than scalars, and all buffers are reused.
+    With some lanes a step is all overhead: arrays of a constant are quicker than scalars, and all buffers are reused.
     """
     width, lanes = states.size, states
     constants = ((1 << precision) - 1, precision, int(_WORD), int(_LOW), _FLOOR)

@@ -19,7 +19,7 @@ from fedcomp_simulations.deployment.signals import as_interrupts
 from fedcomp_simulations.engines.base import Ran
 from fedcomp_simulations.engines.clients import ORDER
 from fedcomp_simulations.engines.following import QUIET_S, environment, follow, write_whole
-from fedcomp_simulations.engines.orders import Order
+from fedcomp_simulations.engines.orders import Order, RunError
 from fedcomp_simulations.engines.simulated_host import STOP
 from fedcomp_simulations.experiment import Experiment, Method
 
@@ -62,6 +62,11 @@ class RayEngine:
         with self._held:
             self._stop(orderly=kind is None)
 
+    @property
+    def pid(self) -> int | None:
+        """Process id of Flower's process; None while there is none."""
+        return None if self._host is None else self._host.pid
+
     def run(self, experiment: Experiment, method: Method, seed: int, on_round: OnRound | None = None) -> Ran:
         """See Engine.run. Raises DeploymentError, with the end of its log, if Flower's process ends early."""
         host, folder = self._start(experiment.clients)
@@ -73,7 +78,13 @@ class RayEngine:
         def ended() -> Callable[[str], DeploymentError] | None:
             return None if host.exit_code is None else host.failure
 
-        return follow(order, on_round, ended, self._quiet_s)
+        try:
+            return follow(order, on_round, ended, self._quiet_s)
+        except RunError:  # the next run may follow this one
+            raise
+        except BaseException:  # nobody knows what still goes on
+            self._stop(orderly=False)
+            raise
 
     def _start(self, clients: int) -> tuple[Child, Path]:
         if self._host is not None and self._folder is not None and clients == self._clients:
