@@ -1,0 +1,174 @@
+"""The tables of a report."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from fedcomp_simulations.config import to_config
+from fedcomp_simulations.report.markup import Markup, join, tag
+from fedcomp_simulations.report.targets import Target, reached
+from fedcomp_simulations.report.views import MethodView, TaskView
+from fedcomp_simulations.report.words import format_duration, format_points, link_name, percent
+from fedcomp_simulations.summary import format_bytes
+
+NONE = "–"  # noqa: RUF001
+NO_BREAK = "\u2011"  # a hyphen
+NOT_REACHED = "not reached"
+
+
+def comparison(view: TaskView) -> Markup:
+    """Accuracy and size of every method."""
+    full = view.reference is not None and view.reference.uploads
+    heads = ["accuracy %", "points against float32", "bytes per upload", "times smaller" + ("" if full else "*")]
+    troubled = any(each.summary.failures for each in view.methods)
+    if troubled:
+        heads.append("nothing usable")
+    late = any("late" in each.outcomes() for each in view.methods)
+    if late:
+        heads.append("of these late")
+    rows = []
+    for each in view.methods:
+        cells = [_accuracy(each), _points(each), f"{each.summary.payload_per_upload:,.0f}", _ratio(each)]
+        if troubled:
+            cells.append(f"{each.summary.failures:,}")
+        if late:
+            cells.append(f"{each.outcomes().get('late', 0):,}")
+        rows.append((_name(each), cells, each in view.front))
+    last = min(view.results.runs[0].last, view.results.runs[0].rounds)
+    caption = (
+        f"Accuracy: mean of the last {last} evaluations{_spread_words(view)}. Points: mean (lowest, highest seed). "
+        "Marked: no other method is more accurate for about as few bytes."
+    )
+    if not full:
+        caption += " * against 4 bytes per parameter, as no float32 run was made."
+    return sheet("Accuracy and size", caption, ["method", *heads], rows)
+
+
+def costs(view: TaskView, target: Target) -> Markup:
+    """What it takes every method to reach the target."""
+    wired = any(each.wire is not None for each in view.methods)
+    heads = ["rounds", "uploaded payload"]
+    if wired:
+        heads += ["on the uplinks", "on all links"]
+    heads += [f"time on {link_name(link)}".replace("-", NO_BREAK) for link in view.links]
+    rows = []
+    for each in view.methods:
+        at = reached(each, target) if each.uploads else None
+        if at is None:
+            cells = [NOT_REACHED, *[NONE] * (len(heads) - 1)]
+        else:
+            cells = [f"{each.rounds[at]:,}", format_bytes(each.payload[at])]
+            if wired:
+                cells += [NONE if b is None else format_bytes(b[at]) for b in (each.wire_up, each.wire)]
+            for link in view.links:
+                seconds = each.seconds.get(link.name)
+                cells.append(NONE if seconds is None else format_duration(float(seconds[at])))
+        rows.append((_name(each), cells, each in view.front))
+    caption = (
+        f"Until the mean over seeds and three evaluations is at {percent(target.accuracy)}. Bytes of all clients together, "
+        "mean over seeds."
+    )
+    return sheet(f"What it takes to reach {target.words}", caption, ["method", *heads], rows)
+
+
+def overview(views: Sequence[TaskView]) -> Markup:
+    """Final accuracies by task and method, whichever are more going downwards."""
+    run = [view for view in views if view.methods]
+    names = list(dict.fromkeys(each.name for view in run for each in view.methods))
+    cells = {(view.slug, each.name): _accuracy(each) for view in run for each in view.methods}
+    tasks = {view.slug: _link_to(view) for view in run}
+    if len(names) > len(run):
+        heads: list[str] = ["method", *(view.task.name or view.title for view in run)]
+        rows = [(tag("span", n), [cells.get((slug, n), NONE) for slug in tasks], False) for n in names]
+    else:
+        heads = ["task", *names]
+        rows = [(link, [cells.get((slug, n), NONE) for n in names], False) for slug, link in tasks.items()]
+    return sheet("Final accuracy over the grid, %", "Mean over seeds ± standard deviation.", heads, rows)
+
+
+def settings(values: Mapping[str, Any], title: str, caption: str = "") -> Markup:
+    """Keys and values."""
+    rows = [(tag("code", key), [_plain(value)], False) for key, value in flat(values).items()]
+    return sheet(title, caption, ["key", "value"], rows, kind="settings")
+
+
+def methods(view: TaskView, title: str) -> Markup:
+    """All keys of the methods: a column for each that differs, and one line for those that do not."""
+    configs = [to_config(each.summary.method) for each in view.methods]
+    keys = [key for key in configs[0] if key != "name"]
+    varying = [key for key in keys if key == "codec" or len({_plain(c[key]) for c in configs}) > 1]
+    same = "; ".join(f"{key} = {_plain(configs[0][key])}" for key in keys if key not in varying)
+    rows = [
+        (_name(each), [_plain(config[key]) for key in varying], False)
+        for each, config in zip(view.methods, configs, strict=True)
+    ]
+    caption = f"The same for all: {same}." if same else ""
+    return sheet(title, caption, ["method", *varying], rows, kind="settings")
+
+
+def sheet(
+    title: str, caption: str, heads: Sequence[str], rows: Sequence[tuple[Markup, Sequence[str], bool]], kind: str = "numbers"
+) -> Markup:
+    """A table in a box that scrolls on its own; rows are a heading, cells, and whether to mark it."""
+    head = tag("tr", *(tag("th", text, scope="col") for text in heads))
+    body = (
+        tag("tr", tag("th", name, scope="row"), *(tag("td", cell) for cell in cells), class_="front" if marked else None)
+        for name, cells, marked in rows
+    )
+    notes = [tag("p", caption, class_="note")] if caption else []
+    table = tag("table", tag("caption", title), tag("thead", head), tag("tbody", *body), class_=kind)
+    return join(tag("div", table, class_="scroll", tabindex="0", role="region", aria_label=title), *notes)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def _name(view: MethodView) -> Markup:
+    return join(tag("span", str(view.number), class_="number"), " ", view.name)
+
+
+def _link_to(view: TaskView) -> Markup:
+    return tag("a", view.task.name or view.title, href=f"#{view.slug}")
+
+
+def _accuracy(view: MethodView) -> str:
+    spread = "" if view.summary.accuracy_spread is None else f" ± {100 * view.summary.accuracy_spread:.1f}"
+    return f"{100 * view.summary.accuracy:.1f}{spread}"
+
+
+def _spread_words(view: TaskView) -> str:
+    return " ± standard deviation over seeds" if len(view.seeds) > 1 else ", one seed"
+
+
+def _points(view: MethodView) -> str:
+    points = view.summary.points
+    if view.summary.method.uncompressed or not points:
+        return NONE
+    mean = format_points(fmean(points))
+    return mean if len(points) == 1 else f"{mean} ({format_points(min(points))}, {format_points(max(points))})"
+
+
+def _ratio(view: MethodView) -> str:
+    ratio = view.summary.ratio
+    if ratio is None:
+        return "never uploaded"
+    return f"{ratio:,.0f}" if ratio >= 9.95 else f"{ratio:.3g}"
+
+
+def _plain(value: Any) -> str:
+    """A value as in TOML, where that is a plain one."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_plain(entry)}" for key, entry in value.items()) or NONE
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_plain, value)) or NONE
+    return str(value) or NONE
