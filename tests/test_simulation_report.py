@@ -11,7 +11,7 @@ from rich.console import Console
 from fedcomp.errors import FedcompError
 from fedcomp_simulations.config import to_config
 from fedcomp_simulations.experiment import Method
-from fedcomp_simulations.plot import save_plot
+from fedcomp_simulations.report.figures import save_plot
 from fedcomp_simulations.results import ByRound, Exchange, Results, RunResult, Task, load_results
 from fedcomp_simulations.summary import format_bytes, summarize
 from fedcomp_simulations.tables import table

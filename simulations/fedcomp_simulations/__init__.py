@@ -10,6 +10,8 @@ Nothing is imported here, so that the command line starts quickly. The pieces:
     grid         Flower's Grid in one process
     runner       every method with every seed, in this process or in worker processes
     ledger       the bytes of a run
-    report, plot the results as JSON, table and picture
+    results      of all runs, as JSON; summary, tables: what they say, in a terminal
+    links        how long bytes take
+    report       the results as a page with figures
     cli          the command line: commands, display
 """

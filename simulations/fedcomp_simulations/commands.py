@@ -157,6 +157,21 @@ def advise(
     _show_advice(simulating.run(study_of(chosen.experiment), workers), chosen.budgets, json_file)
 
 
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Holds results.json, or folders that do.")],
+    target: Annotated[
+        str | None,
+        typer.Option(help='Accuracy to reach: 0.85, or a share of float32\'s such as "95 %", the default.'),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the report; default DIR.")] = None,
+) -> None:
+    """Write report.html, one page that explains the results in DIR, and its figures as PNGs."""
+    from fedcomp_simulations.report import write_report
+
+    print(f"report: {write_report(folder, target, out)}")
+
+
 def _show_advice(results: Results, budgets: Sequence[str], json_file: Path | None) -> None:
     """Save first, then show, as after `simulate`."""
     from fedcomp_simulations.advise import advise, front, seeds_in_words

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from fedcomp_simulations.display import Display
 from fedcomp_simulations.engines import INPROCESS
-from fedcomp_simulations.plot import save_plot
+from fedcomp_simulations.report import write_report
+from fedcomp_simulations.report.figures import save_plot
 from fedcomp_simulations.results import Results
 from fedcomp_simulations.saving import save
 from fedcomp_simulations.store import RunStore
@@ -61,9 +62,10 @@ def write(results: Results, folder: Path, json_file: Path | None, console: Conso
             console.print(monitor_table(part))
     if failed:
         raise OSError("; ".join(failed))
-    save_plot(results.by_task()[0][1], folder / "accuracy.png")
-    console.print(f"plot: {folder / 'accuracy.png'}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"results: {folder / 'results.json'}", highlight=False, markup=False, soft_wrap=True)
+    save_plot(results, folder / "accuracy.png")
+    made = {"report": write_report(folder), "plot": folder / "accuracy.png", "results": folder / "results.json"}
+    for what, path in made.items():
+        console.print(f"{what}: {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def warn(warnings: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""How figures look: sizes, colours, axes, labels that do not cover each other. Only drawing and figures know matplotlib.
+"""How figures look: sizes, colours, axes, and labels that do not cover each other.
 
 A figure is as wide as a phone, with letters that can be read there; wider screens show it larger.
 """
@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -24,7 +25,9 @@ from fedcomp_simulations.summary import format_bytes
 
 # After Okabe and Ito, told apart by colour-blind readers too; darker where names would be faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#8E4585", "#B07500", "#3D93C6")
-DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+Dash = Literal["-"] | tuple[float, tuple[float, ...]]
+
+DASHES: tuple[Dash, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 MARKERS = ("o", "s", "^", "D")
 INK = "#222222"  # the uncompressed twin
 FAINT = "#9a9a9a"  # methods that stand back
@@ -34,7 +37,7 @@ HEIGHT = 3.3  # inches, without legend
 ALL_STRONG = 7  # methods up to which none stands back
 LONG_NAME = 26  # letters from which on the legend has one column
 
-RC = {
+RC: dict[Any, Any] = {
     "text.parse_math": False,  # a dollar in a name is a dollar
     "svg.fonttype": "none",
     "font.size": 9,
@@ -43,7 +46,7 @@ RC = {
     "legend.fontsize": 8,
     "axes.titlesize": 10,
 }
-_DRAWN = re.compile(rb'<path [^>]*>')
+_DRAWN = re.compile(rb"<path [^>]*>")
 _LONG = re.compile(rb"(\.[0-9]{2})[0-9]+")  # hundredths of a point are enough
 _SECONDS = (1, 10, 60, 600, 3600, 6 * 3600, 86_400, 7 * 86_400, 30 * 86_400, 365 * 86_400)
 _TIME_NAMES = ("1 s", "10 s", "1 min", "10 min", "1 h", "6 h", "1 day", "1 week", "30 days", "1 year")
@@ -54,7 +57,7 @@ class Style:
     """How a method is drawn, the same in all figures of a task."""
 
     colour: str
-    dash: str | tuple[int, tuple[float, ...]]
+    dash: Dash
     marker: str
     strong: bool
 
@@ -192,7 +195,7 @@ def as_svg(figure: Figure, name: str) -> bytes:
     page = io.BytesIO()
     with matplotlib.rc_context(RC | {"svg.hashsalt": hashlib.sha256(name.encode()).hexdigest()[:8]}):
         figure.savefig(page, format="svg", metadata={"Date": None, "Creator": None})
-    return _DRAWN.sub(lambda path: _LONG.sub(r"\1", path[0]), page.getvalue())
+    return _DRAWN.sub(lambda path: _LONG.sub(rb"\1", path[0]), page.getvalue())
 
 
 def as_png(figure: Figure) -> bytes:

@@ -19,12 +19,9 @@ from fedcomp_simulations.report import drawing
 from fedcomp_simulations.report.drawing import Style
 from fedcomp_simulations.report.targets import Target
 from fedcomp_simulations.report.views import Floats, MethodView, TaskView, view_task
-from fedcomp_simulations.report.words import link_name, percent
+from fedcomp_simulations.report.words import delay, link_name, named_links, percent, rate
 from fedcomp_simulations.results import Results
 from fedcomp_simulations.summary import format_bytes
-
-LINKS_SHOWN = ("nb-iot", "lte-m", "dsl")
-"""Links that have a figure; the tables have all of them."""
 
 MOST_POINTS = 200
 """Points of a curve that are drawn: more cannot be seen."""
@@ -88,10 +85,12 @@ def save_plot(results: Results, path: Path) -> None:
 
 
 _NMSE_CAPTION = (
-    "How much of an update is lost in one upload: 0 is nothing, 1 is as if nothing had been sent. Unbiased codecs may be "
-    "above 1, as their errors cancel out over clients."
+    "How much of an update is lost in one upload: 0 is nothing, 1 is as if nothing had been sent. Unbiased "
+    "codecs may be above 1, as their errors cancel out over clients."
 )
-_RESIDUAL_CAPTION = "What clients hold back to send later, in lengths of an update. A line that keeps rising is a warning."
+_RESIDUAL_CAPTION = (
+    "What clients hold back to send later, in lengths of an update. A line that keeps rising is a warning."
+)
 
 
 @contextmanager
@@ -103,6 +102,8 @@ def _quietly() -> Iterator[None]:
 
 
 def _finish(figure: Figure, name: str, title: str, caption: str, alt: str) -> Picture:
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # it is settled, and takes long
     return Picture(name, title, caption, alt, drawing.as_svg(figure, name), drawing.as_png(figure))
 
 
@@ -172,7 +173,9 @@ def _line(axes: Axes, x: Floats, accuracy: Floats, style: Style) -> None:
     width, order = (1.6, 3.0) if style.strong else (0.8, 2.0)
     mean = accuracy.mean(axis=0)
     axes.plot(x, mean, color=style.colour, linestyle=style.dash, linewidth=width, zorder=order)
-    axes.plot(x[-1:], mean[-1:], style.marker, color=style.colour, markersize=3.5 if style.strong else 2.5, zorder=order)
+    axes.plot(
+        x[-1:], mean[-1:], style.marker, color=style.colour, markersize=3.5 if style.strong else 2.5, zorder=order
+    )
 
 
 def _alt(what: str, shown: Sequence[MethodView]) -> str:
@@ -183,10 +186,7 @@ def _alt(what: str, shown: Sequence[MethodView]) -> str:
 
 def _payload(view: TaskView, target: Target | None) -> Picture:
     made = _curves(view, target, lambda each: each.payload, _finish_bytes("uploaded by all clients together, payload"))
-    if made is None:
-        figure, shown = drawing.new_axes()[0], []
-    else:
-        figure, shown = made
+    figure, shown = made or (drawing.new_axes()[0], [])  # a picture even if nothing was uploaded
     caption = "Bytes of the uploads themselves, all clients and rounds together. Further left is cheaper." + _note(view)
     return _finish(
         figure,
@@ -229,24 +229,22 @@ def _wire(view: TaskView, target: Target) -> Iterator[Picture]:
             both[0],
             f"{view.slug}-wire",
             "Accuracy against all bytes on the links",
-            "Uploads and downloads with transport: what a data plan is billed for. Compressing uploads alone leaves the "
-            "downloads as they are.",
+            "Uploads and downloads with transport: what a data plan is billed for. Compressing uploads alone "
+            "leaves the downloads as they are.",
             _alt("Line chart: test accuracy against bytes on all links both ways, logarithmic", both[1]),
         )
 
 
 def _links(view: TaskView, target: Target) -> Iterator[Picture]:
-    for link in view.links:
-        if link.name not in LINKS_SHOWN:
-            continue
+    for link in named_links(view):
         made = _curves(view, target, _seconds_on(link), _finish_time(link_name(link)))
         if made is not None:
             yield _finish(
                 made[0],
                 f"{view.slug}-time-{link.name}",
                 f"Accuracy against time on {link_name(link)}",
-                f"Transmission alone, if every client had {_rate(link.up_bps)} up, {_rate(link.down_bps)} down and "
-                f"{_delay(link.rtt_s)} a round trip. Training takes its time besides.",
+                f"Transmission alone, if every client had {rate(link.up_bps)} up, {rate(link.down_bps)} down and "
+                f"{delay(link.rtt_s)} a round trip. Training takes its time besides.",
                 _alt(f"Line chart: test accuracy against transmission time on {link_name(link)}, logarithmic", made[1]),
             )
 
@@ -261,14 +259,6 @@ def _finish_time(name: str) -> Callable[[Axes], None]:
         axes.set_xlabel(f"time on {name} (log)")
 
     return finish
-
-
-def _rate(bps: float) -> str:
-    return f"{bps / 1e6:g} Mbit/s" if bps >= 1e6 else f"{bps / 1e3:g} kbit/s"
-
-
-def _delay(seconds: float) -> str:
-    return f"{seconds:g} s" if seconds >= 1 else f"{1000 * seconds:g} ms"
 
 
 def _rounds(view: TaskView, target: Target) -> Picture:
@@ -295,7 +285,12 @@ def _front(view: TaskView, target: Target) -> Picture:
     final = {each.number: 100 * each.summary.accuracy for each in shown}
     front = [each.number for each in view.front]
     axes.plot(
-        [size[n] for n in front], [final[n] for n in front], color="#bdbdbd", linewidth=3, solid_capstyle="round", zorder=1.6
+        [size[n] for n in front],
+        [final[n] for n in front],
+        color="#bdbdbd",
+        linewidth=3,
+        solid_capstyle="round",
+        zorder=1.6,
     )
     for each in shown:
         style, ends = chosen[each.number], [100 * run.accuracy_final for run in each.runs]
@@ -371,7 +366,13 @@ def _overview(views: Sequence[TaskView], slug: str) -> Picture:
             style = by_name.get(each.name, Style(drawing.FAINT, "-", "o", False))
             order = 3 if style.strong else 2
             axes.plot(
-                100 * each.summary.accuracy, place, style.marker, color=style.colour, markersize=5.5, alpha=0.85, zorder=order
+                100 * each.summary.accuracy,
+                place,
+                style.marker,
+                color=style.colour,
+                markersize=5.5,
+                alpha=0.85,
+                zorder=order,
             )
     axes.set_yticks(range(len(run)), [drawing.elided(view.task.name or view.title, 30) for view in run])
     axes.set_ylim(len(run) - 0.5, -0.5)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 import fedcomp
+from fedcomp_simulations.experiment import Method
 from fedcomp_simulations.report import tables, words
 from fedcomp_simulations.report.figures import Picture
 from fedcomp_simulations.report.markup import Markup, fill, join, tag
 from fedcomp_simulations.report.targets import Target
 from fedcomp_simulations.report.views import TaskView
-from fedcomp_simulations.experiment import Method
 from fedcomp_simulations.results import Results
 from fedcomp_simulations.study import shipped
 
@@ -28,13 +28,13 @@ _GLOSSARY = (
     ("payload", "The bytes of an update itself, as they leave a client's program."),
     (
         "bytes on the links",
-        "An estimate of what the network carries: payload, and Flower's requests and transport around it. Data plans are "
-        "billed by these.",
+        "An estimate of what the network carries: payload, and Flower's requests and transport around it. Data plans "
+        "are billed by these.",
     ),
     (
         "link time",
-        "Time of transmission, from those bytes and the rates and round trips of a link: in each round until the slowest "
-        "client is done. No training, no waiting for coverage, no sleep between rounds, no lost packets.",
+        "Time of transmission, from those bytes and the rates and round trips of a link: in each round until the "
+        "slowest client is done. No training, no waiting for coverage, no sleep between rounds, no lost packets.",
     ),
     ("seed", "A repetition with other random numbers: other clients take part, the model starts elsewhere."),
     ("±", "Standard deviation over seeds. Differences that are not larger than it mean little."),
@@ -88,9 +88,9 @@ def page(chapters: Sequence[Chapter]) -> str:
 
 def _purpose() -> str:
     return (
-        "Devices train a shared model and upload what they have learned. This report compares ways to make these uploads "
-        "smaller: how accurate the model becomes, and how many bytes and how much time on the link it takes. All accuracies "
-        "and payload bytes are measured, in a simulation that runs the real training and the real codecs."
+        "Devices train a shared model and upload what they have learned. This report compares ways to make these "
+        "uploads smaller: how accurate the model becomes, and how many bytes and how much time on the link it takes. "
+        "All accuracies and payload bytes are measured, in a simulation with real training and real codecs."
     )
 
 
@@ -141,6 +141,7 @@ def _section(section: Section, title: str) -> Markup:
         tables.comparison(view),
         tag("div", *map(_figure, section.pictures), class_="figures"),
         tables.costs(view, section.target),
+        tables.times(view, section.target),
     )
 
 
@@ -152,8 +153,8 @@ def _setting(view: TaskView) -> str:
     what = f"{known['dataset']} with model {known['model']}, " if "dataset" in known and "model" in known else ""
     seeds = ", ".join(map(str, view.seeds))
     return (
-        f"{what}{view.task.parameters:,} parameters, {view.task.clients_per_round:,} of {view.task.clients:,} clients a "
-        f"round, {length} rounds, seed{'s' * (len(view.seeds) > 1)} {seeds}."
+        f"{what}{view.task.parameters:,} parameters, {view.task.clients_per_round:,} of {view.task.clients:,} clients "
+        f"a round, {length} rounds, seed{'s' * (len(view.seeds) > 1)} {seeds}."
     )
 
 
@@ -180,13 +181,14 @@ def _background(chapter: Chapter, prefix: str) -> Markup:
         tag("pre", tag("code", _command(chapter))),
         tag(
             "p",
-            "Bytes and accuracies of the in-process engine are the same each time with these versions on such a machine; "
-            "if options of the command line changed the experiment, the settings below say to what.",
+            "Bytes and accuracies of the in-process engine are the same each time with these versions on such a "
+            "machine; if options of the command line changed the experiment, the settings below say to what.",
             class_="note",
         ),
         _warnings(results),
         *_methods(chapter),
         tables.settings(common, "Settings", _varied(chapter)) if common else "",
+        *_links(chapter),
         tables.settings(made, "Versions and engine"),
     )
 
@@ -203,6 +205,11 @@ def _methods(chapter: Chapter) -> list[Markup]:
         tables.methods(views[0], f"Methods, where {' or '.join(view.task.name for view in views)}")
         for views in groups.values()
     ]
+
+
+def _links(chapter: Chapter) -> list[Markup]:
+    links = {link.name: link for section in chapter.sections for link in section.view.links}
+    return [tables.link_facts(list(links.values()))] if links else []
 
 
 def _varied(chapter: Chapter) -> str:

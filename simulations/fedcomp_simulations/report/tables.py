@@ -5,10 +5,19 @@ from statistics import fmean
 from typing import Any
 
 from fedcomp_simulations.config import to_config
+from fedcomp_simulations.links import Link
 from fedcomp_simulations.report.markup import Markup, join, tag
 from fedcomp_simulations.report.targets import Target, reached
 from fedcomp_simulations.report.views import MethodView, TaskView
-from fedcomp_simulations.report.words import format_duration, format_points, link_name, percent
+from fedcomp_simulations.report.words import (
+    delay,
+    format_duration,
+    format_points,
+    link_name,
+    named_links,
+    percent,
+    rate,
+)
 from fedcomp_simulations.summary import format_bytes
 
 NONE = "–"  # noqa: RUF001
@@ -50,7 +59,8 @@ def costs(view: TaskView, target: Target) -> Markup:
     heads = ["rounds", "uploaded payload"]
     if wired:
         heads += ["on the uplinks", "on all links"]
-    heads += [f"time on {link_name(link)}".replace("-", NO_BREAK) for link in view.links]
+    links = named_links(view)
+    heads += [f"time on {link_name(link)}".replace("-", NO_BREAK) for link in links]
     rows = []
     for each in view.methods:
         at = reached(each, target) if each.uploads else None
@@ -60,15 +70,37 @@ def costs(view: TaskView, target: Target) -> Markup:
             cells = [f"{each.rounds[at]:,}", format_bytes(each.payload[at])]
             if wired:
                 cells += [NONE if b is None else format_bytes(b[at]) for b in (each.wire_up, each.wire)]
-            for link in view.links:
-                seconds = each.seconds.get(link.name)
-                cells.append(NONE if seconds is None else format_duration(float(seconds[at])))
+            cells += [_time(each, at, link) for link in links]
         rows.append((_name(each), cells, each in view.front))
     caption = (
-        f"Until the mean over seeds and three evaluations is at {percent(target.accuracy)}. Bytes of all clients together, "
-        "mean over seeds."
+        f"Until the mean over seeds and three evaluations is at {percent(target.accuracy)}. Bytes of all clients "
+        "together, mean over seeds."
     )
     return sheet(f"What it takes to reach {target.words}", caption, ["method", *heads], rows)
+
+
+def times(view: TaskView, target: Target) -> Markup:
+    """Time of transmission until the target on every link; nothing if none was recorded."""
+    if not view.links:
+        return Markup()
+    rows = []
+    for each in view.methods:
+        at = reached(each, target) if each.uploads else None
+        cells = [NONE if at is None else _time(each, at, link) for link in view.links]
+        rows.append((_name(each), cells, each in view.front))
+    heads = ["method", *(link_name(link).replace("-", NO_BREAK) for link in view.links)]
+    caption = "As if all clients were on this link. Transmission alone: no training, no waiting."
+    return sheet(f"Time on each link to reach {target.words}", caption, heads, rows)
+
+
+def link_facts(links: Sequence[Link]) -> Markup:
+    """The rates behind the times."""
+    heads = ["link", "up", "down", "round trip", "source"]
+    rows = [
+        (tag("span", link_name(link)), [rate(link.up_bps), rate(link.down_bps), delay(link.rtt_s), link.source], False)
+        for link in links
+    ]
+    return sheet("Links", "", heads, rows, kind="settings")
 
 
 def overview(views: Sequence[TaskView]) -> Markup:
@@ -107,12 +139,18 @@ def methods(view: TaskView, title: str) -> Markup:
 
 
 def sheet(
-    title: str, caption: str, heads: Sequence[str], rows: Sequence[tuple[Markup, Sequence[str], bool]], kind: str = "numbers"
+    title: str,
+    caption: str,
+    heads: Sequence[str],
+    rows: Sequence[tuple[Markup, Sequence[str], bool]],
+    kind: str = "numbers",
 ) -> Markup:
     """A table in a box that scrolls on its own; rows are a heading, cells, and whether to mark it."""
     head = tag("tr", *(tag("th", text, scope="col") for text in heads))
     body = (
-        tag("tr", tag("th", name, scope="row"), *(tag("td", cell) for cell in cells), class_="front" if marked else None)
+        tag(
+            "tr", tag("th", name, scope="row"), *(tag("td", cell) for cell in cells), class_="front" if marked else None
+        )
         for name, cells, marked in rows
     )
     notes = [tag("p", caption, class_="note")] if caption else []
@@ -129,6 +167,11 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + key] = value
     return found
+
+
+def _time(view: MethodView, at: int, link: Link) -> str:
+    seconds = view.seconds.get(link.name)
+    return NONE if seconds is None else format_duration(float(seconds[at]))
 
 
 def _name(view: MethodView) -> Markup:

@@ -17,10 +17,21 @@ NEAR = 0.5
 
 NO_BREAK = "\u00a0"  # a space
 
+LINKS = ("nb-iot", "lte-m", "dsl")
+"""Links that figures and sentences are about; one table has them all."""
+
 NAMED = 5
 """Methods that a sentence names at most."""
 
-LINK_NAMES = {"nb-iot": "NB-IoT", "lte-m": "LTE-M", "dsl": "DSL"}
+LINK_NAMES = {
+    "nb-iot": "NB-IoT",
+    "lte-m": "LTE-M",
+    "lte-m-half": "LTE-M, half duplex",
+    "dsl": "DSL",
+    "gprs": "GPRS",
+    "satellite-geo": "GEO satellite",
+    "satellite-leo": "LEO satellite",
+}
 
 _TIMES = ((86_400.0, "day"), (3600.0, "hour"), (60.0, "min"), (1.0, "s"))
 
@@ -28,7 +39,7 @@ _TIMES = ((86_400.0, "day"), (3600.0, "hour"), (60.0, "min"), (1.0, "s"))
 def format_duration(seconds: float) -> str:
     """Write a time with one unit: "45 s", "2.5 hours", "12 days"."""
     length, unit = next((entry for entry in _TIMES if seconds >= 0.99 * entry[0]), _TIMES[-1])
-    number = seconds / length
+    number = seconds / length if length == 1 else max(seconds / length, 1.0)
     text = f"{number:,.0f}" if number >= 9.95 else f"{number:.2g}"
     plural = "s" if unit in ("day", "hour") and text != "1" else ""
     return f"{text}{NO_BREAK}{unit}{plural}"
@@ -57,6 +68,21 @@ def size(nbytes: float) -> str:
 def link_name(link: Link) -> str:
     """The name of a link as people write it."""
     return LINK_NAMES.get(link.name, link.name)
+
+
+def named_links(view: TaskView) -> list[Link]:
+    """Those of LINKS that there are times for."""
+    return [link for link in view.links if link.name in LINKS]
+
+
+def rate(bps: float) -> str:
+    """Write bits per second."""
+    return f"{bps / 1e6:g} Mbit/s" if bps >= 1e6 else f"{bps / 1e3:g} kbit/s"
+
+
+def delay(seconds: float) -> str:
+    """Write the time of a round trip."""
+    return f"{seconds:g} s" if seconds >= 1 else f"{1000 * seconds:g} ms"
 
 
 def smallest(view: TaskView, target: Target) -> MethodView | None:
@@ -146,7 +172,9 @@ def _nothing_suits(view: TaskView, target: Target) -> Markup:
 def _range(points: Sequence[float]) -> str:
     """Mean points against float32, with the lowest and highest seed."""
     mean = f"{format_points(fmean(points))} points"
-    return mean if len(points) == 1 else f"{mean} ({format_points(min(points))} to {format_points(max(points))} by seed)"
+    return (
+        mean if len(points) == 1 else f"{mean} ({format_points(min(points))} to {format_points(max(points))} by seed)"
+    )
 
 
 def _lossless(view: TaskView, target: Target) -> list[Markup]:
@@ -241,7 +269,7 @@ def _on_links(view: TaskView, target: Target) -> list[Markup]:
     if reference is not None and twin is not None:
         rounds = join(rounds, f", float32 {reference.rounds[twin]}")
     times, quickest = [], []
-    for link in view.links:
+    for link in named_links(view):
         own = _time(best, target, link)
         if own is None:
             continue

@@ -55,7 +55,9 @@ def find_results(folder: Path) -> list[Path]:
         return [folder / RESULTS]
     found = sorted(path for path in folder.rglob(RESULTS) if path.is_file())
     if not found:
-        raise ConfigError(f"{folder}: expected {RESULTS} in it or below, found none; run fedcomp simulate --out {folder}")
+        raise ConfigError(
+            f"{folder}: expected {RESULTS} in it or below, found none; run fedcomp simulate --out {folder}"
+        )
     return found
 
 
