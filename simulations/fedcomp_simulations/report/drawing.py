@@ -17,7 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 from fedcomp_simulations.report.views import TaskView
 from fedcomp_simulations.report.words import format_duration
@@ -143,7 +143,9 @@ def log_values(axes: Axes) -> None:
     if len(ticks) < 3:
         powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
         ticks = [10.0**power * factor for power in powers for factor in (1, 2, 5)]
-        ticks = [value for value in ticks if low <= value <= high] or [math.sqrt(low * high)]
+        ticks = [value for value in ticks if low <= value <= high]
+    if len(ticks) < 2:
+        ticks = [value for value in MaxNLocator(4).tick_values(low, high) if low <= value <= high]
     axes.yaxis.set_major_locator(FixedLocator(ticks[:: math.ceil(len(ticks) / 7)]))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
@@ -157,6 +159,7 @@ def _log_axis(axes: Axes, decades: Sequence[float], name: Callable[[float], str]
     if len(ticks) < 3:
         fine = sorted(value * factor for value in [decades[0] / 10, *decades] for factor in (1, 2, 5))
         ticks = [value for value in fine if low <= value <= high]
+        ticks = [value for value, before in zip(ticks, [0.0, *ticks], strict=False) if value > 1.6 * before]
     ticks = ticks[:: math.ceil(len(ticks) / 6)] if ticks else [math.sqrt(low * high)]
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())

@@ -32,6 +32,9 @@ MANY_TASKS = 6
 LOWER = 12.0
 """Points below the lowest final accuracy at which an axis begins, or more if methods differ by more."""
 
+NEGLIGIBLE = 1e-9
+"""What is below is rounding, such as the error of an upload that is float32."""
+
 PNG_MODE = 0o644
 
 
@@ -332,14 +335,14 @@ def _history(view: TaskView, key: str, title: str, caption: str, label: str) -> 
     known: dict[int, Floats] = {}
     for each in view.methods:
         values = getattr(each, key)
-        if values is not None and (values > 0).any():
+        if values is not None and (values > NEGLIGIBLE).any():
             known[each.number] = values
     if not known:
         return
     figure, axes = drawing.new_axes()
     ends = []
     for number, values in sorted(known.items(), key=lambda entry: chosen[entry[0]].strong):
-        index = _thinned(values > 0)  # which NaN is not
+        index = _thinned(values > NEGLIGIBLE)  # which NaN is not
         style = chosen[number]
         width = 1.4 if style.strong else 0.8
         axes.plot(index + 1, values[index], color=style.colour, linestyle=style.dash, linewidth=width)
