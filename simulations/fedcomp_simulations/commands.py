@@ -21,6 +21,7 @@ from fedcomp.errors import ConfigError, FedcompError
 from fedcomp_simulations.bench.inputs import load as load_input
 from fedcomp_simulations.bench.measure import Row, measure, typical
 from fedcomp_simulations.cli import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_MISTAKE
+from fedcomp_simulations.config import one_of
 from fedcomp_simulations.experiment import Experiment, with_codecs
 from fedcomp_simulations.results import Results
 from fedcomp_simulations.saving import save
@@ -104,6 +105,9 @@ def simulate(
     workers: Annotated[int | None, typer.Option(help="Worker processes; default 2, or 1 on one processor.")] = None,
     monitor: Annotated[bool, typer.Option("--monitor", help="Show what compression does to each tensor.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Make all runs again, those in the folder too.")] = False,
+    engine: Annotated[
+        str, typer.Option(help="inprocess; ray: Flower's simulation; deployment: SuperNodes on loopback.")
+    ] = "inprocess",
 ) -> None:
     """Measure which accuracy each codec reaches for how many uploaded bytes.
 
@@ -116,9 +120,12 @@ def simulate(
     _probe_folder(folder)
     for path in filter(None, (json_file, folder / "results.json", folder / "accuracy.png")):
         _probe_file(path)
-    from fedcomp_simulations import simulating
+    from fedcomp_simulations import engines, simulating
 
-    results = simulating.run(study, workers, monitor=monitor, folder=folder, fresh=fresh)
+    one_of("engine", engine, engines.ENGINES)
+    if engine != engines.INPROCESS and (monitor or (workers or 1) > 1):
+        raise ConfigError(f"--engine {engine}: cannot be combined with --monitor or --workers")
+    results = simulating.run(study, workers, monitor=monitor, folder=folder, fresh=fresh, engine=engine)
     simulating.write(results, folder, json_file, _console())
 
 

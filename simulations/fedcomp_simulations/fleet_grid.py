@@ -1,8 +1,9 @@
 """FleetGrid: any of Flower's Grids, seen by a server whose clients are those of a Fleet.
 
-It wraps the Grid of whichever engine at the server, so that an experiment is the same on each: nodes are listed in the
-order of their partitions, whatever ids they have, so Flower draws the same clients; every exchange is written down; and
-clients are absent, replies lost or late as the Fleet wants it.
+It wraps the Grid of whichever engine at the server, so that an experiment is the same on each: nodes have ids by their
+partitions, not those that the engine has drawn, so Flower draws the same clients, and replies, which are added up in
+the order of these ids, have the same sum to the last bit; every exchange is written down; and clients are absent,
+replies lost or late as the Fleet wants it.
 """
 
 import logging
@@ -17,7 +18,7 @@ from flwr.supercore.run import Run
 
 from fedcomp.errors import FedcompError
 from fedcomp_simulations.fleet import Fleet
-from fedcomp_simulations.grid import InProcessGrid
+from fedcomp_simulations.grid import FIRST_NODE_ID, InProcessGrid
 from fedcomp_simulations.results import Exchange
 from fedcomp_strategies.replies import Reply
 from fedcomp_strategies.traffic import objects_in, payload, requests, transport, transport_down
@@ -76,7 +77,7 @@ class FleetGrid(Grid):
         self._seed = seed
         self._nodes_s = nodes_s
         self._clock = fleet.clock(clients, seed)
-        self._partitions: dict[int, int] = {}  # by node
+        self._partitions: dict[int, int] = {}  # by the engine's id of the node
         self._gone: set[int] = (
             set()
         )  # nodes that others have taken the place of, which engines go on listing for a while
@@ -97,7 +98,9 @@ class FleetGrid(Grid):
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> list[int]:
-        """Ids of the nodes that are there, by their partitions; the first time, once all are there.
+        """Ids of the nodes that are there, in the order of their partitions; the first time, once all are there.
+
+        A node that restarts has the id of its former self.
 
         Raises FedcompError if some are not within `nodes_s`, or do not say which partition they have.
         """
@@ -113,25 +116,27 @@ class FleetGrid(Grid):
                     "or see in their logs why they are not connected"
                 )
         self._learn([node for node in nodes if node not in self._partitions and node not in self._gone])
-        return sorted((node for node in nodes if node in self._partitions), key=self._partitions.__getitem__)
+        return sorted(FIRST_NODE_ID + self._partitions[node] for node in nodes if node in self._partitions)
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """As the engine's Grid; nothing happens to these messages."""
-        return self._grid.push_messages(messages)
+        messages = list(messages)
+        with self._addressed(messages):
+            return list(self._grid.push_messages(messages))
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """As the engine's Grid."""
-        return self._grid.pull_messages(message_ids)
+        return self._renamed(self._grid.pull_messages(message_ids))
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Send messages that reach their clients, and return the replies that reach the server in time."""
         messages = list(messages)
         train = [message for message in messages if message.metadata.message_type.partition(".")[0] == "train"]
         if not train:
-            return list(self._grid.send_and_receive(messages, timeout=timeout)) if messages else []
+            return self._exchanged(messages, timeout)
         fates = {id(message): self._fate(message) for message in train}
         sent = [message for message in messages if fates.get(id(message)) != "absent"]
-        replies = list(self._grid.send_and_receive(sent, timeout=timeout)) if sent else []
+        replies = self._exchanged(sent, timeout)
         by_message = {reply.metadata.reply_to_message_id: reply for reply in replies}
         exchanges = []
         unheard = set()
@@ -148,10 +153,35 @@ class FleetGrid(Grid):
         return self._fleet.fate(self._client(message), _round_of(message), self._seed)
 
     def _client(self, message: Message) -> int:
-        node = message.metadata.dst_node_id
-        if node not in self._partitions:
-            self._learn([node])
-        return self._partitions[node]
+        return message.metadata.dst_node_id - FIRST_NODE_ID
+
+    def _exchanged(self, messages: list[Message], timeout: float | None) -> list[Message]:
+        if not messages:
+            return []
+        with self._addressed(messages):
+            return self._renamed(self._grid.send_and_receive(messages, timeout=timeout))
+
+    @contextmanager
+    def _addressed(self, messages: list[Message]) -> Iterator[None]:
+        """Inside, the messages go to the nodes as the engine knows them."""
+        theirs = {FIRST_NODE_ID + partition: node for node, partition in self._partitions.items()}
+        ours = [message.metadata.dst_node_id for message in messages]
+        for message, node in zip(messages, ours, strict=True):
+            message.metadata.__dict__["_dst_node_id"] = theirs.get(node, node)
+        try:
+            yield
+        finally:
+            for message, node in zip(messages, ours, strict=True):
+                message.metadata.__dict__["_dst_node_id"] = node
+
+    def _renamed(self, replies: Iterable[Message]) -> list[Message]:
+        """Replies of the nodes as the server knows them; a SuperLink may answer in its own name."""
+        replies = list(replies)
+        for reply in replies:
+            partition = self._partitions.get(reply.metadata.src_node_id)
+            if partition is not None:
+                reply.metadata.__dict__["_src_node_id"] = FIRST_NODE_ID + partition
+        return replies
 
     def _exchange(self, message: Message, reply: Message | None, fate: str) -> Exchange:
         """What a message and its reply came to."""

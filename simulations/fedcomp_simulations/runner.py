@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import torch
 
+from fedcomp.errors import ConfigError
 from fedcomp.metrics import length
 from fedcomp.monitor import TensorStats
 from fedcomp_clients import CompressMod, MemoryModelCache, MemoryStore
@@ -18,6 +20,9 @@ from fedcomp_simulations.experiment import Experiment, Method
 from fedcomp_simulations.grid import run_in_process
 from fedcomp_simulations.ledger import Ledger
 from fedcomp_simulations.results import ByRound, RunResult
+
+if TYPE_CHECKING:
+    from fedcomp_simulations.engines import Engine
 
 
 @dataclass(frozen=True)
@@ -43,14 +48,24 @@ OnProgress = Callable[[Progress], None]
 
 
 def run_one(
-    experiment: Experiment, method: Method, seed: int, on_progress: OnProgress, *, monitor: bool = False, task: str = ""
+    experiment: Experiment,
+    method: Method,
+    seed: int,
+    on_progress: OnProgress,
+    *,
+    monitor: bool = False,
+    task: str = "",
+    engine: "Engine | None" = None,
 ) -> RunResult:
     """Train once with one method and one seed; `on_progress` is called after every round.
 
     Args:
         monitor: keep the statistics of every tensor and upload, which costs a decoding for each.
         task: name of the grid point that the experiment is.
+        engine: what runs it, which cannot be monitored, nor tell what compression loses; None: this process.
     """
+    if engine is not None and monitor:
+        raise ConfigError("--monitor: only the engine inprocess sees what compression does to each tensor")
     outcomes: list[RoundOutcome] = []
 
     def on_round(outcome: RoundOutcome) -> None:
@@ -73,10 +88,13 @@ def run_one(
     losses = _Losses()
     mod = CompressMod(MemoryStore(), stats.append if monitor else None, MemoryModelCache(), losses)
     started = time.perf_counter()
-    with one_thread(), collected_warnings() as warnings:
-        run_in_process(
-            server_app(experiment, method, seed, on_round), client_app(experiment, seed, mod), experiment.clients
-        )
+    if engine is not None:
+        warnings = dict.fromkeys(engine.run(experiment, method, seed, on_round).warnings)
+    else:
+        with one_thread(), collected_warnings() as warnings:
+            run_in_process(
+                server_app(experiment, method, seed, on_round), client_app(experiment, seed, mod), experiment.clients
+            )
     return to_result(
         experiment, method, seed, outcomes,
         seconds=time.perf_counter() - started, warnings=tuple(warnings), stats=tuple(stats), losses=losses, task=task,

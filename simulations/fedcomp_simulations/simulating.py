@@ -7,12 +7,13 @@ from pathlib import Path
 from rich.console import Console
 
 from fedcomp_simulations.display import Display
+from fedcomp_simulations.engines import INPROCESS
 from fedcomp_simulations.plot import save_plot
 from fedcomp_simulations.results import Results
 from fedcomp_simulations.saving import save
 from fedcomp_simulations.store import RunStore
 from fedcomp_simulations.study import Study
-from fedcomp_simulations.sweep import INPROCESS, plan_study, results_of, run_plan, versions
+from fedcomp_simulations.sweep import plan_study, results_of, run_plan, versions
 from fedcomp_simulations.tables import monitor_table, table
 from fedcomp_simulations.workers import default_workers
 
@@ -21,14 +22,20 @@ NARROW = 110
 
 
 def run(
-    study: Study, workers: int | None, *, monitor: bool = False, folder: Path | None = None, fresh: bool = False
+    study: Study,
+    workers: int | None,
+    *,
+    monitor: bool = False,
+    folder: Path | None = None,
+    fresh: bool = False,
+    engine: str = INPROCESS,
 ) -> Results:
     """Run a study, and show its progress and warnings on stderr.
 
     Args:
         folder: holds the finished runs, which are not made again unless `fresh`; None: nothing is kept.
     """
-    store = None if folder is None else RunStore(folder, INPROCESS, versions(), fresh=fresh)
+    store = None if folder is None else RunStore(folder, engine, versions(), fresh=fresh)
     plan = plan_study(study, store, monitor=monitor)
     if plan.found and store is not None:
         _note(f"{len(plan.found)} of {len(plan.jobs)} runs are in {store.folder} already; --fresh makes them again")
@@ -36,10 +43,10 @@ def run(
     with Display([plan.jobs[place] for place in plan.missing], Console(stderr=True)) as display:
         runs = run_plan(
             plan, workers=workers or default_workers(), on_progress=display, store=store,
-            on_failure=lambda reason: failures.update({reason: None}),
+            on_failure=lambda reason: failures.update({reason: None}), engine=engine,
         )  # fmt: skip
     warn([*failures, *dict.fromkeys(warning for each in runs for warning in each.warnings)])
-    return results_of(study, runs)
+    return results_of(study, runs, engine)
 
 
 def write(results: Results, folder: Path, json_file: Path | None, console: Console) -> None:

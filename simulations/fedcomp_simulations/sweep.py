@@ -13,14 +13,13 @@ import numpy as np
 import fedcomp
 from fedcomp_simulations import models
 from fedcomp_simulations.config import to_config
+from fedcomp_simulations.engines import INPROCESS, start_engine
 from fedcomp_simulations.experiment import Experiment
 from fedcomp_simulations.results import Results, RunResult, Task
 from fedcomp_simulations.runner import OnProgress, Progress
 from fedcomp_simulations.store import RunStore
 from fedcomp_simulations.study import Point, Study, study_of
 from fedcomp_simulations.workers import Job, run_jobs
-
-INPROCESS = "inprocess"
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,14 @@ def run_plan(
     on_progress: OnProgress | None = None,
     store: RunStore | None = None,
     on_failure: Callable[[str], None] | None = None,
+    engine: str = INPROCESS,
 ) -> tuple[RunResult, ...]:
     """Make the missing runs and return all of them; each is stored as soon as it has ended.
 
     Args:
         on_progress: called in this process after every round.
         on_failure: called if a run could not be stored, with the reason; the run counts all the same.
+        engine: name of what makes the runs; others than the one in this process make one after the other.
     """
     missing = plan.missing
     places = {id(plan.jobs[place]): place for place in missing}
@@ -81,7 +82,13 @@ def run_plan(
             if on_failure is not None:
                 on_failure(f"cannot keep a finished run in {store.folder}: {error.strerror or error}")
 
-    run_jobs([plan.jobs[place] for place in missing], workers, on_progress or _silent, keep)
+    jobs = [plan.jobs[place] for place in missing]
+    if engine == INPROCESS or not jobs:
+        run_jobs(jobs, workers, on_progress or _silent, keep)
+    else:
+        with start_engine(engine) as started:
+            for job in jobs:
+                keep(job, job.run(on_progress or _silent, started))
     return tuple(made[place] for place in range(len(plan.jobs)))
 
 

@@ -11,11 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Event
+from typing import TYPE_CHECKING
 
 from fedcomp.errors import FedcompError
 from fedcomp_simulations.experiment import Experiment, Method
 from fedcomp_simulations.results import RunResult
 from fedcomp_simulations.runner import OnProgress, Progress, run_one
+
+if TYPE_CHECKING:
+    from fedcomp_simulations.engines import Engine
 
 DRAIN_INTERVAL_S = 0.1
 THREAD_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
@@ -31,9 +35,11 @@ class Job:
     task: str = ""
     monitor: bool = False
 
-    def run(self, on_progress: OnProgress) -> RunResult:
-        """Make the run in this process."""
-        return run_one(self.experiment, self.method, self.seed, on_progress, monitor=self.monitor, task=self.task)
+    def run(self, on_progress: OnProgress, engine: "Engine | None" = None) -> RunResult:
+        """Make the run on an engine, or in this process."""
+        return run_one(
+            self.experiment, self.method, self.seed, on_progress, monitor=self.monitor, task=self.task, engine=engine
+        )
 
 
 OnResult = Callable[[Job, RunResult], None]

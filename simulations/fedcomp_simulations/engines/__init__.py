@@ -14,7 +14,7 @@ from fedcomp_simulations.config import one_of
 from fedcomp_simulations.engines.base import Engine, InProcess, Ran
 from fedcomp_simulations.experiment import Experiment, Method
 
-__all__ = ["ENGINES", "Engine", "InProcess", "Ran", "run_on", "start_engine"]
+__all__ = ["DEPLOYMENT", "ENGINES", "INPROCESS", "RAY", "Engine", "InProcess", "Ran", "run_on", "start_engine"]
 
 INPROCESS, RAY, DEPLOYMENT = "inprocess", "ray", "deployment"
 

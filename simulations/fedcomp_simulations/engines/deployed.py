@@ -68,8 +68,8 @@ class DeploymentEngine:
     def _start(self, clients: int) -> Deployment:
         if clients > MOST_NODES:
             raise ConfigError(
-                f"engine 'deployment': {clients} clients would be {clients} SuperNodes of about 300 MB each, expected at "
-                f"most {MOST_NODES}; lower clients, or use the engine inprocess, which trains the same model"
+                f"engine 'deployment': expected at most {MOST_NODES} clients, got {clients}, each of which would be a "
+                "SuperNode of about 300 MB; lower clients, or use the engine inprocess, which trains the same model"
             )
         if self._deployment is not None and clients == self._clients:
             return self._deployment

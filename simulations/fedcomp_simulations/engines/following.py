@@ -58,7 +58,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file that others read at any moment."""
     part = path.with_suffix(".part")
     part.write_text(text, "utf-8")
-    os.replace(part, path)
+    part.replace(path)
 
 
 _PACKAGES = (fedcomp, fedcomp_clients, fedcomp_simulations, fedcomp_strategies)

@@ -8,7 +8,6 @@ In a folder of the run:
 """
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -89,7 +88,7 @@ class _Reporter:
         if outcome.round == self._order.experiment.rounds:
             with (folder / f"{MODEL}.part").open("wb") as file:
                 np.savez(file, **{name: array.numpy() for name, array in outcome.arrays.items()})  # type: ignore[arg-type]
-            os.replace(folder / f"{MODEL}.part", folder / MODEL)
+            (folder / f"{MODEL}.part").replace(folder / MODEL)
         told = {
             "event": "round",
             "round": outcome.round,
