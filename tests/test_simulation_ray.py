@@ -1,90 +1,78 @@
 """The same apps under Flower's own simulation engine give the same model as the in-process grid."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
+from engine_runs import METHODS, SEED, SMALL, try_everything
+from leftovers import processes_with
 
-from fedcomp_clients import CompressMod, MemoryStore
-from fedcomp_simulations.apps import RoundOutcome, client_app, server_app
-from fedcomp_simulations.experiment import Experiment, Method
-from fedcomp_simulations.grid import run_in_process
-
-METHODS = (Method("float32", "float32"), Method("sign + EF", "sign", "ef"))
-SMALL = Experiment(
-    name="small", dataset="mnist", model="mlp", methods=METHODS, clients=4, clients_per_round=4, rounds=2
-)
-SEED = 1
-
-SCRIPT = """
-import sys
-from pathlib import Path
-import numpy as np
-import ray
-from flwr.serverapp import ServerApp
-from flwr.simulation import run_simulation
-from fedcomp_clients import CompressMod, FileStore
-from fedcomp_simulations.apps import client_app, server_app
-from test_simulation_ray import METHODS, SEED, SMALL
-
-folder, app = sys.argv[1], ServerApp()
-
-@app.main()
-def main(grid, context):
-    for method in METHODS:
-        outcomes = []
-        server_app(SMALL, method, SEED, outcomes.append)(grid, context)
-        arrays = {key: array.numpy() for key, array in outcomes[-1].arrays.items()}
-        np.savez(Path(folder, method.codec), **arrays)
-
-ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False, _temp_dir=folder)
-try:
-    clients = client_app(SMALL, SEED, CompressMod(FileStore(precision="float32")))
-    run_simulation(app, clients, SMALL.clients, backend_config={"client_resources": {"num_cpus": 1}})
-finally:
-    ray.shutdown()
-"""
-
+from fedcomp_simulations.apps import RoundOutcome
+from fedcomp_simulations.deployment import DeploymentError
+from fedcomp_simulations.engines import start_engine
+from fedcomp_simulations.engines.simulated import RayEngine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_ray_and_the_in_process_grid_train_the_same_model() -> None:
-    with TemporaryDirectory() as folder:  # its path is short, as the names of Ray's sockets demand
-        run_with_ray(Path(folder))
-        for method in METHODS:
-            with np.load(Path(folder, f"{method.codec}.npz")) as model:
-                compare(dict(model), method)
+def test_ray_trains_the_same_models_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FEDCOMP_TEST_MARK", mark := f"mark-of-{tmp_path}")
+    with start_engine("ray") as engine:
+        with pytest.raises(KeyboardInterrupt):
+            try_everything(engine)
+        assert len(processes_with(mark)) > 4
+    assert not processes_with(mark)
 
 
-def compare(model: dict[str, NDArray[np.float32]], method: Method) -> None:
-    outcomes: list[RoundOutcome] = []
-    run_in_process(
-        server_app(SMALL, method, SEED, outcomes.append),
-        client_app(SMALL, SEED, CompressMod(store=MemoryStore())),
-        SMALL.clients,
+@pytest.mark.slow
+def test_ray_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    script = (
+        "from engine_runs import *\n"
+        "from fedcomp_simulations.engines import start_engine\n"
+        "with start_engine('ray') as engine:\n"
+        "    engine.run(replace(SMALL, rounds=100_000), METHODS[0], 1, lambda told: print(told.round, flush=True))"
     )
-    assert set(model) == set(outcomes[-1].arrays)
-    for key, array in outcomes[-1].arrays.items():
-        np.testing.assert_allclose(model[key], array.numpy(), rtol=0, atol=1e-6)
-
-
-def run_with_ray(folder: Path) -> None:
-    """Run in a process of its own: Ray leaves threads, warnings and environment variables behind."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)]),
-        "FLWR_HOME": str(folder / "flwr"),
-        "FEDCOMP_STATE_DIR": str(folder / "state"),
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "OMP_NUM_THREADS": "1",
+    environment = dict(os.environ) | {
+        "FEDCOMP_TEST_MARK": (mark := f"mark-of-{tmp_path}"),
+        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(Path(__file__).parent)]),
     }
-    command = [sys.executable, "-c", SCRIPT, str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-4000:]
+    for number, code in ((signal.SIGTERM, None), (signal.SIGINT, None), (signal.SIGKILL, -signal.SIGKILL)):
+        parent = subprocess.Popen(
+            [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert parent.stdout is not None
+        assert parent.stderr is not None
+        with parent.stdout, parent.stderr:
+            assert parent.stdout.readline() == b"1\n"
+            assert len(processes_with(mark)) > 4
+            parent.send_signal(number)
+            parent.wait(60)
+        assert code is None or parent.returncode == code
+        until = time.monotonic() + 20  # those who notice by themselves that they are alone
+        while processes_with(mark) and time.monotonic() < until:
+            time.sleep(0.2)
+        assert not processes_with(mark)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stuck_or_whose_process_dies_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FEDCOMP_TEST_MARK", mark := f"mark-of-{tmp_path}")
+    with RayEngine(quiet_s=0.01) as engine, pytest.raises(DeploymentError, match=r"no round has ended for 0\.01 s"):
+        engine.run(SMALL, METHODS[0], SEED)
+    assert not processes_with(mark)
+
+    def kill(outcome: RoundOutcome) -> None:
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+
+    with (
+        RayEngine() as engine,
+        pytest.raises(DeploymentError, match=r"ended after round \d+ of 1000; the end of its log"),
+    ):
+        engine.run(replace(SMALL, rounds=1000), METHODS[0], SEED, kill)
+    assert not processes_with(mark)

@@ -62,6 +62,11 @@ class RayEngine:
         with self._held:
             self._stop(orderly=kind is None)
 
+    @property
+    def pid(self) -> int | None:
+        """Process id of Flower's process; None while there is none."""
+        return None if self._host is None else self._host.pid
+
     def run(self, experiment: Experiment, method: Method, seed: int, on_round: OnRound | None = None) -> Ran:
         """See Engine.run. Raises DeploymentError, with the end of its log, if Flower's process ends early."""
         host, folder = self._start(experiment.clients)
