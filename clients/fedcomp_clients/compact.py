@@ -8,17 +8,18 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 
 from fedcomp.envelope import CONFIG, EVALUATION, METRICS, Entry, Envelope, fits
 from fedcomp.request import KEY, MODEL, MODEL_AT, MODEL_STYPE, OWN, STYPE
+from fedcomp_clients.records import of_kind
 
 log = logging.getLogger("fedcomp")
 
 
 def package_in(content: RecordDict) -> tuple[str, bytes] | None:
     """The packed model in a message, and the name of the record that it belongs into; None if there is none."""
-    for config in content.config_records.values():
+    for config in of_kind(content, ConfigRecord).values():
         data, at = config.get(MODEL), config.get(MODEL_AT)
         if isinstance(data, bytes) and isinstance(at, str):
             return at, data
-    for key, record in content.array_records.items():
+    for key, record in of_kind(content, ArrayRecord).items():
         for array in record.values():
             if array.stype == MODEL_STYPE:
                 return key, array.data
@@ -28,7 +29,7 @@ def package_in(content: RecordDict) -> tuple[str, bytes] | None:
 def unpacked(content: RecordDict, key: str, model: ArrayRecord) -> RecordDict:
     """The message's content in its ordinary form: the model in the record of that name, in no configuration."""
     rest = {name: record for name, record in content.items() if name != key}
-    for name, config in content.config_records.items():
+    for name, config in of_kind(content, ConfigRecord).items():
         if MODEL in config:
             rest[name] = ConfigRecord({k: value for k, value in config.items() if k not in (MODEL, MODEL_AT)})
     return RecordDict({key: model, **rest})

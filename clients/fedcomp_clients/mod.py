@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
 from fedcomp import (
@@ -38,7 +38,7 @@ from fedcomp_clients import order
 from fedcomp_clients.compact import compacted, evaluate, package_in, unpacked, with_frame
 from fedcomp_clients.downlink import FileModelCache, ModelCache, Received, receive
 from fedcomp_clients.node import node_of, partition_of
-from fedcomp_clients.records import to_array, to_numpy
+from fedcomp_clients.records import of_kind, to_array, to_numpy
 from fedcomp_clients.state import FileStore, StateStore
 from fedcomp_clients.told import Told, first_time
 
@@ -119,24 +119,26 @@ class CompressMod:
         told = Told.of(message)
         if told is None:
             return call_next(message, context)
-        if _SECURE_AGGREGATION in message.content.config_records:
+        if isinstance(message.content.get(_SECURE_AGGREGATION), ConfigRecord):
             raise FedcompError(
                 "compression and secure aggregation exclude each other: masked updates can only be summed, and frames "
                 "must be decoded one by one; use Flower's own strategy, or no secure aggregation"
             )
         if told.request is None:
             return _declined(call_next(message, context), told, context)
-        if len(message.content.array_records) != 1:
+        models = of_kind(message.content, ArrayRecord)
+        if len(models) != 1:
             return call_next(message, context)
-        base = dict(next(iter(message.content.array_records.values())))  # user code may empty the record itself
+        base = dict(next(iter(models.values())))  # user code may empty the record itself
         if not has_floats(base):  # trees, counters: nothing to compress
             return call_next(message, context)
         order.check_outer()
         evaluation = self._evaluate(message, told, context)
         reply = call_next(message, context)
-        if reply.has_error() or len(reply.content.array_records) != 1:
+        found = {} if reply.has_error() else of_kind(reply.content, ArrayRecord)
+        if len(found) != 1:
             return reply
-        key, trained = next(iter(reply.content.array_records.items()))
+        key, trained = next(iter(found.items()))
         if not has_floats(trained):  # such as a legacy client that declines: its reason is in the status
             return reply
         try:
@@ -251,7 +253,7 @@ def _decoded(
 
 def _weight(reply: Message, key: str) -> float:
     """What the reply weighs by its metric of that name; 1 if there is no such number."""
-    found = [record[key] for record in reply.content.metric_records.values() if key in record]
+    found = [record[key] for record in of_kind(reply.content, MetricRecord).values() if key in record]
     weight = found[0] if found else 1.0
     return float(weight) if isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0 else 1.0
 

@@ -1,13 +1,15 @@
-"""Flower's arrays from and to numpy: the same bytes and values as Flower's own, without parsing a header each time."""
+"""Flower's records, read as Flower itself would, but quicker: with small models that takes much of a round."""
 
-from typing import Any
+from typing import Any, TypeVar
 
-from flwr.app import Array
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp import npy
 
 STYPE = "numpy.ndarray"
+
+R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 
 
 def to_numpy(array: Array) -> NDArray[Any]:
@@ -19,3 +21,8 @@ def to_numpy(array: Array) -> NDArray[Any]:
 def to_array(values: NDArray[Any]) -> Array:
     """What `Array(values)` makes. Raises ValueError for arrays of Python objects."""
     return Array(dtype=str(values.dtype), shape=values.shape, stype=STYPE, data=npy.write(values))
+
+
+def of_kind(content: RecordDict, kind: type[R]) -> dict[str, R]:
+    """The records of one class by name: what Flower's properties give, without a dictionary that writes back."""
+    return {name: record for name, record in content.items() if isinstance(record, kind)}

@@ -8,6 +8,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from fedcomp import FrameError
 from fedcomp.envelope import EVALUATION, METRICS, Entry, Envelope
 from fedcomp.request import KEY, MODEL, MODEL_AT, STYPE
+from fedcomp_strategies.records import of_kind
 
 MOST_IN_RECORD = 2**20
 """Bytes of the longest package that travels in a configuration. There each node's message holds a copy of its own, an
@@ -57,7 +58,7 @@ def expanded(message: Message) -> Expanded:
 def with_package(content: RecordDict, key: str, package: bytes) -> RecordDict:
     """The content of a message with a package in its configuration instead of the record of that name."""
     rest = {name: record for name, record in content.items() if name != key}
-    config_key, config = next(iter(content.config_records.items()), ("config", ConfigRecord()))
+    config_key, config = next(iter(of_kind(content, ConfigRecord).items()), ("config", ConfigRecord()))
     return RecordDict({**rest, config_key: ConfigRecord({**config, MODEL: package, MODEL_AT: key})})
 
 

@@ -55,6 +55,7 @@ from fedcomp_strategies.records import (
     identity,
     integers_in,
     is_finite,
+    of_kind,
     to_record,
     views,
 )
@@ -301,7 +302,7 @@ class Compressed(Strategy):
         if self._evaluations is not None:
             common |= self._evaluations.asked(server_round)
         for index, message in enumerate(messages):
-            records = list(message.content.array_records.values())
+            records = list(of_kind(message.content, ArrayRecord).values())
             node = message.metadata.dst_node_id
             # Two replies of one node could not be told apart: such nodes reply plainly.
             if len(records) == 1 and asked[node] == 1 and identity(records[0]) in models:
@@ -360,7 +361,7 @@ class Compressed(Strategy):
 
         Others pass through as they are. Messages usually share one record, which is looked at once.
         """
-        records = {identity(record): record for m in messages for record in m.content.array_records.values()}
+        records = {identity(record): record for m in messages for record in of_kind(m.content, ArrayRecord).values()}
         models = set()
         for known, record in records.items():
             try:
@@ -723,6 +724,6 @@ def _errors(replies: list[Reply]) -> list[Message]:
 
 def _with_config(content: RecordDict, told: dict[str, Any]) -> RecordDict:
     """The content with these entries in its configuration, whatever older ones may be in there."""
-    key, config = next(iter(content.config_records.items()), ("config", ConfigRecord()))
+    key, config = next(iter(of_kind(content, ConfigRecord).items()), ("config", ConfigRecord()))
     kept = {name: value for name, value in config.items() if not is_ours(name)}
     return RecordDict({**content, key: ConfigRecord({**kept, **told})})

@@ -1,15 +1,21 @@
 """Flower's records as numpy arrays, without a copy where possible: servers cannot afford many of a large model."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp import npy
 
 Model = dict[str, NDArray[Any]]
+R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
+
+
+def of_kind(content: RecordDict, kind: type[R]) -> dict[str, R]:
+    """The records of one class by name: what Flower's properties give, without a dictionary that writes back."""
+    return {name: record for name, record in content.items() if isinstance(record, kind)}
 
 
 def views(record: Mapping[str, Array]) -> Model:

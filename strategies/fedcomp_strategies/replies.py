@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flwr.app import Array, ConfigRecord, Error, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 from flwr.serverapp.strategy import Strategy
 
 from fedcomp import FrameError, LayoutError, NonFiniteError, wire
@@ -13,7 +13,7 @@ from fedcomp.errors import RoundError
 from fedcomp.request import DECLINED, OWN, STYPE
 from fedcomp_strategies.aggregator import LARGEST_WEIGHT
 from fedcomp_strategies.compact import expanded, is_compact
-from fedcomp_strategies.records import nbytes
+from fedcomp_strategies.records import nbytes, of_kind
 from fedcomp_strategies.traffic import objects_in
 
 _LONGEST = 300  # characters of a client's words in the log
@@ -94,12 +94,12 @@ class Reply:
         """The array that carries the frame; None in a plain reply."""
         if self.message.has_error():
             return None
-        found = [a for r in self.message.content.array_records.values() for a in r.values()]
+        found = [a for r in of_kind(self.message.content, ArrayRecord).values() for a in r.values()]
         return next((array for array in found if array.stype.startswith("fedcomp.")), None)
 
     def frame(self) -> bytes:
         """The frame. Raises FrameError if the reply holds something else besides."""
-        record = next(iter(self.message.content.array_records.values()))
+        record = next(iter(of_kind(self.message.content, ArrayRecord).values()))
         if len(record) != 1 or (array := next(iter(record.values()))).stype != STYPE:
             raise FrameError(f"expected one array of type {STYPE}, got {[array.stype for array in record.values()]}")
         return array.data
@@ -112,7 +112,7 @@ class Reply:
 
 
 def _nbytes(message: Message) -> int:
-    return sum(nbytes(record) for record in message.content.array_records.values())
+    return sum(nbytes(record) for record in of_kind(message.content, ArrayRecord).values())
 
 
 def cause_of(error: Exception) -> str:
@@ -216,7 +216,7 @@ def _consistent(replies: list[Reply], models: int, key: str | None) -> list[Repl
 
 def _countable(reply: Reply, models: int, key: str | None) -> Reply:
     content = reply.message.content
-    found = len(content.array_records), len(content.metric_records)
+    found = len(of_kind(content, ArrayRecord)), len(of_kind(content, MetricRecord))
     if (found[0] != models and models) or (found[1] != 1 and key is not None):
         wanted = f"{models} ArrayRecord and 1 MetricRecord" if models else "1 MetricRecord"
         return reply.refused("mismatch", f"expected {wanted}, got {found[0]} ArrayRecords and {found[1]} MetricRecords")
@@ -234,14 +234,14 @@ def weight_key(strategy: Strategy) -> str | None:
 
 def weight_of(message: Message, key: str | None) -> Any:
     """What a strategy will take as a reply's weight; None if the reply has nothing of the kind."""
-    records = message.content.metric_records.values()
+    records = of_kind(message.content, MetricRecord).values()
     return next((record[key] for record in records if key is not None and key in record), None)
 
 
 def _kind(message: Message) -> str:
     """The names of the records of a reply, and what is in its metric records, with the lengths of lists."""
-    told = sorted(message.content.array_records)
-    for name, record in sorted(message.content.metric_records.items()):
+    told = sorted(of_kind(message.content, ArrayRecord))
+    for name, record in sorted(of_kind(message.content, MetricRecord).items()):
         keys = sorted(f"{k}[{len(v)}]" if isinstance(v, list) else k for k, v in record.items())
         told.append(f"{name} {{{', '.join(keys)}}}")
     return ", ".join(told) or "nothing"

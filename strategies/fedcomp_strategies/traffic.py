@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from flwr.app import Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedcomp.request import is_ours
-from fedcomp_strategies.records import nbytes
+from fedcomp_strategies.records import nbytes, of_kind
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ _CHUNK = 5 * 2**20
 
 def objects_in(content: RecordDict) -> int:
     """Objects that Flower splits a message into, each with a request of its own: itself, records, arrays, chunks."""
-    arrays = [array for record in content.array_records.values() for array in record.values()]
+    arrays = [array for record in of_kind(content, ArrayRecord).values() for array in record.values()]
     return 2 + len(content) + sum(1 + max(math.ceil(len(array.data) / _CHUNK), 1) for array in arrays)
 
 
@@ -121,8 +121,8 @@ def payload(messages: Iterable[Message]) -> int:
     """Bytes of the arrays in the messages, and of what we have put into their configuration."""
     total = 0
     for message in messages:
-        total += sum(nbytes(record) for record in message.content.array_records.values())
-        for config in message.content.config_records.values():
+        total += sum(nbytes(record) for record in of_kind(message.content, ArrayRecord).values())
+        for config in of_kind(message.content, ConfigRecord).values():
             total += sum(_length(value) for key, value in config.items() if is_ours(key))
     return total
 
