@@ -38,7 +38,7 @@ from fedcomp_clients import order
 from fedcomp_clients.compact import compacted, evaluate, package_in, unpacked, with_frame
 from fedcomp_clients.downlink import FileModelCache, ModelCache, Received, receive
 from fedcomp_clients.node import node_of, partition_of
-from fedcomp_clients.records import of_kind, to_array, to_numpy
+from fedcomp_clients.records import of_kind, to_numpy, to_record
 from fedcomp_clients.state import FileStore, StateStore
 from fedcomp_clients.told import Told, first_time
 
@@ -159,8 +159,7 @@ class CompressMod:
             return None
         key, package = found
         received = receive(package, self.models, str(context.run_id), node_of(context)[0])
-        model = ArrayRecord({name: to_array(values) for name, values in received.arrays.items()})
-        message.content = unpacked(message.content, key, model)
+        message.content = unpacked(message.content, key, to_record(received.arrays))
         return replace(received, arrays={})  # training needs the room
 
     def _evaluate(self, message: Message, told: Told, context: Context) -> RecordDict | None:

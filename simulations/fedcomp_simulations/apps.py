@@ -6,10 +6,9 @@ which clients run. So every engine trains the same model, and every method of a 
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +17,11 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedMedian, FedYogi, Strategy
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from fedcomp.errors import ConfigError
-from fedcomp_clients.records import to_array, to_numpy
+from fedcomp_clients.records import to_record as to_record
 from fedcomp_simulations import datasets, models
 from fedcomp_simulations.experiment import Experiment, Method
 from fedcomp_simulations.fleet_grid import FleetGrid, answer_query, expected_missing
@@ -131,11 +129,6 @@ def run_strategy(
     finally:
         random.setstate(before)
     return result.arrays or start
-
-
-def to_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-    """Pack named arrays for a message."""
-    return ArrayRecord({key: to_array(array) for key, array in arrays.items()})
 
 
 @dataclass(frozen=True)

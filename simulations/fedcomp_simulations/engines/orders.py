@@ -18,7 +18,8 @@ from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid
 
 from fedcomp.errors import ConfigError, FedcompError
-from fedcomp_simulations.apps import RoundOutcome, server_app, to_record
+from fedcomp_clients.records import to_record
+from fedcomp_simulations.apps import RoundOutcome, server_app
 from fedcomp_simulations.config import from_config, to_config
 from fedcomp_simulations.experiment import Experiment, Method
 from fedcomp_simulations.results import Exchange
