@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.entropy import narrow
 from fedcomp.entropy.models import Table
 from fedcomp.errors import FrameError
 
@@ -137,6 +138,8 @@ class _RunShares:
 
 def _encode_piece(states: NDArray[np.uint32], shares: NDArray[np.uint32], precision: int, words: "_Words") -> None:
     """Code one piece backwards, states.size symbols a step (fewer in its last step, which comes first)."""
+    if states.size <= narrow.WIDEST:
+        return narrow.encode_narrow(states, shares, precision, words)
     frequencies = shares >> _WORD
     starts = shares & _LOW
     limits = frequencies << np.uint32(32 - precision)
@@ -168,8 +171,10 @@ def _decode_piece(
 ) -> None:
     """Fill `slots` (symbols of one piece) with state % M + base, states.size a step; slots become symbols later.
 
-    With few lanes a step is all overhead: arrays of a constant are quicker than scalars, and all buffers are reused.
+    With some lanes a step is all overhead: arrays of a constant are quicker than scalars, and all buffers are reused.
     """
+    if states.size <= narrow.WIDEST:
+        return narrow.decode_narrow(states, slots, lookup, bases, precision, words)
     width, lanes = states.size, states
     constants = ((1 << precision) - 1, precision, int(_WORD), int(_LOW), _FLOOR)
     mask, shift, word, low_half, floor = (np.full(width, constant, np.uint32) for constant in constants)
