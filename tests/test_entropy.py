@@ -19,6 +19,7 @@ from fedcomp.entropy import (
     encode_positions,
     encode_symbols,
     models,
+    narrow,
     rans,
 )
 from fedcomp.entropy.bits import BitReader, BitWriter, bit_length, pack_bits, read_varint, unpack_bits, write_varint
@@ -445,6 +446,29 @@ def test_damage_in_the_coder_is_seen() -> None:
         seen += refused(decode_symbols, bytes(data), 3000, 31)
         data[byte] ^= 16
     assert seen == len(range(200, len(data), 20))
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_few_lanes_take_the_same_steps_in_plain_python(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, data, count, limit = STREAMS[name]
+    outcomes: dict[int, list[Any]] = {}
+    for widest in (0, 8, 1 << 12):  # none, those that are quicker, all
+        monkeypatch.setattr(narrow, "WIDEST", widest)
+        values = decode(memoryview(data), count, limit)[0]
+        again = encode_symbols(values, limit) if decode is decode_symbols else encode_positions(values, limit)
+        assert again == data
+        damaged = [data[:end] for end in range(0, len(data), 7)]
+        damaged += [data[:i] + bytes([data[i] ^ 16]) + data[i + 1 :] for i in range(0, len(data), 3)]
+        outcomes[widest] = [_outcome(decode, each, count, limit) for each in damaged]
+    assert outcomes[0] == outcomes[8] == outcomes[1 << 12]
+
+
+def _outcome(decode: Callable[..., Any], data: bytes, count: int, limit: int) -> tuple[Any, ...]:
+    try:
+        values, used = decode(memoryview(data), count, limit)
+        return values.tolist(), used
+    except FrameError as error:
+        return type(error), str(error)
 
 
 def test_errors_are_fedcomp_errors() -> None:

@@ -1,4 +1,4 @@
-"""Steps of few lanes in plain Python: there numpy's calls, a dozen a step, take longer than the arithmetic of 8 symbols.
+"""Steps of few lanes in plain Python: there numpy's calls, a dozen a step, take longer than what they compute.
 
 Same states, same words, same bytes as the steps in `rans`.
 """
@@ -19,10 +19,10 @@ WIDEST = 8
 _FLOOR, _LOW, _WORD, _STATE = 1 << 16, 0xFFFF, 16, 0xFFFF_FFFF
 
 
-def encode_narrow(states: NDArray[np.uint32], shares: NDArray[np.uint32], precision: int, words: "_Words") -> None:
+def encode_piece(states: NDArray[np.uint32], shares: NDArray[np.uint32], precision: int, words: "_Words") -> None:
     """See rans._encode_piece; within a step the last lane comes first, as the first one's word is the topmost."""
     lanes: list[int] = states.tolist()
-    buffer, top = memoryview(words.buffer), words.top
+    buffer, top = words.buffer.data, words.top
     width, whole, room = states.size, 1 << precision, 32 - precision
     for place, share in zip(range(shares.size - 1, -1, -1), reversed(shares.tolist()), strict=True):
         lane = place % width
@@ -36,7 +36,7 @@ def encode_narrow(states: NDArray[np.uint32], shares: NDArray[np.uint32], precis
     states[:] = lanes
 
 
-def decode_narrow(
+def decode_piece(
     states: NDArray[np.uint32],
     slots: NDArray[np.uint32],
     lookup: NDArray[np.uint32],
@@ -46,7 +46,7 @@ def decode_narrow(
 ) -> None:
     """See rans._decode_piece."""
     lanes: list[int] = states.tolist()
-    shares, buffer, top, end = memoryview(lookup), memoryview(words.buffer), words.top, words.buffer.size
+    shares, buffer, top, end = lookup.data, words.buffer.data, words.top, words.buffer.size
     width, mask = states.size, (1 << precision) - 1
     offsets = [0] * slots.size if bases is None else bases.tolist()
     found = []

@@ -65,8 +65,9 @@ def encode_runs(
     for width, start, stop in reversed(_phases(count, lanes, warm)):
         states = np.concatenate([states, words.pop(width - states.size) | np.uint32(_FLOOR)])
         piece = _piece(width)
+        code = narrow.encode_piece if width <= narrow.WIDEST else _encode_piece
         for first in reversed(range(start, stop, piece)):
-            _encode_piece(states, shares.of(first, min(first + piece, stop)), precision, words)
+            code(states, shares.of(first, min(first + piece, stop)), precision, words)
     header = b"" if count <= _SINGLE else bytes([lanes.bit_length() - 1 | (warm.bit_length() - 1) << 4])
     return header + _write_states(states) + words.buffer[words.top :].astype("<u2").tobytes()
 
@@ -99,10 +100,11 @@ def decode_runs(
         words.push(_retire(states[width:]))
         states = states[:width]
         piece = _piece(width)
+        code = narrow.decode_piece if width <= narrow.WIDEST else _decode_piece
         for first in range(start, stop, piece):
             last = min(first + piece, stop)
             base = bases.of(first, last) if bases else None
-            _decode_piece(states, slots[: last - first], lookup, base, precision, words)
+            code(states, slots[: last - first], lookup, base, precision, words)
             np.take(names, slots[: last - first], out=symbols[first:last], mode="clip")
     if int(states[0]) != _FLOOR or words.buffer[words.top : words.end].any():
         raise FrameError("rANS stream: expected the coder to end in its start state, got another; damaged")
@@ -138,8 +140,6 @@ class _RunShares:
 
 def _encode_piece(states: NDArray[np.uint32], shares: NDArray[np.uint32], precision: int, words: "_Words") -> None:
     """Code one piece backwards, states.size symbols a step (fewer in its last step, which comes first)."""
-    if states.size <= narrow.WIDEST:
-        return narrow.encode_narrow(states, shares, precision, words)
     frequencies = shares >> _WORD
     starts = shares & _LOW
     limits = frequencies << np.uint32(32 - precision)
@@ -173,8 +173,6 @@ def _decode_piece(
 
     With some lanes a step is all overhead: arrays of a constant are quicker than scalars, and all buffers are reused.
     """
-    if states.size <= narrow.WIDEST:
-        return narrow.decode_narrow(states, slots, lookup, bases, precision, words)
     width, lanes = states.size, states
     constants = ((1 << precision) - 1, precision, int(_WORD), int(_LOW), _FLOOR)
     mask, shift, word, low_half, floor = (np.full(width, constant, np.uint32) for constant in constants)

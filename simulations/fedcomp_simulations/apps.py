@@ -28,6 +28,7 @@ from fedcomp_simulations.fleet_grid import FleetGrid, answer_query, expected_mis
 from fedcomp_simulations.partition import partition
 from fedcomp_simulations.results import Exchange
 from fedcomp_strategies import Compressed, RoundTraffic
+from fedcomp_strategies.records import views
 
 EVALUATED_AT_ONCE = 250  # samples: larger batches leave the cache
 
@@ -222,7 +223,7 @@ def _partition_id(context: Context, clients: int) -> int:
 
 
 def _model(experiment: Experiment, record: ArrayRecord) -> torch.nn.Module:
-    return models.build(experiment.network(), {key: to_numpy(array) for key, array in record.items()})
+    return models.build(experiment.network(), views(record))  # which copies
 
 
 def _samples(experiment: Experiment, seed: int) -> list[tuple[Tensor, Tensor]]:
