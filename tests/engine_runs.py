@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from leftovers import processes_with
 
-from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.errors import FedcompError
 from fedcomp_simulations.apps import RoundOutcome
 from fedcomp_simulations.engines import Engine, InProcess, Ran
 from fedcomp_simulations.experiment import Experiment, Method
@@ -45,16 +46,19 @@ def compare(engine: Engine, methods: tuple[Method, ...] = METHODS) -> None:
         check_same(ran, InProcess().run(experiment, method, SEED))
 
 
-def try_everything(engine: Engine) -> None:
-    """Runs that go well, runs that fail, and at last one that is interrupted while all processes are there."""
+def try_everything(engine: Engine, mark: str, processes: int) -> None:
+    """Runs that go well, runs that fail, and at last one that is interrupted while so many processes are there."""
     compare(engine)
     with pytest.raises(FedcompError, match="budget"):  # a run that fails ends with its own error, and only itself
         engine.run(SMALL, Method("small", "auto", budget="1 B"), SEED)
-    with pytest.raises(ConfigError, match="min_samples = 3000 need"):
+    with pytest.raises(FedcompError, match="min_samples = 3000 need"):
         engine.run(replace(SMALL, min_samples=3000), METHODS[0], SEED)
-    engine.run(SMALL, METHODS[0], SEED, _interrupt)
 
+    def interrupt(outcome: RoundOutcome) -> None:
+        assert outcome.round == 1
+        assert len(processes_with(mark)) >= processes
+        raise KeyboardInterrupt
 
-def _interrupt(outcome: RoundOutcome) -> None:
-    assert outcome.round == 1
-    raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(SMALL, METHODS[0], SEED, interrupt)
+    assert not processes_with(mark)

@@ -38,7 +38,7 @@ class Engine(Protocol):
     def run(self, experiment: Experiment, method: Method, seed: int, on_round: OnRound | None = None) -> Ran:
         """Train once, with one thread for each client. `on_round` is called in this process after every round.
 
-        Raises FedcompError if the run fails, ConfigError if it cannot work.
+        Raises FedcompError if the run fails or cannot work.
         """
 
 

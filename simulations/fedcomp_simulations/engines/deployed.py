@@ -14,7 +14,7 @@ from fedcomp_simulations.deployment.app import write_app
 from fedcomp_simulations.engines.base import Ran
 from fedcomp_simulations.engines.clients import ORDER
 from fedcomp_simulations.engines.following import QUIET_S, environment, follow
-from fedcomp_simulations.engines.orders import Order
+from fedcomp_simulations.engines.orders import Order, RunError
 from fedcomp_simulations.experiment import Experiment, Method
 
 MOST_NODES = 16
@@ -45,7 +45,7 @@ class DeploymentEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._held.__exit__(kind, error, trace)
+        self._stop()
 
     def run(self, experiment: Experiment, method: Method, seed: int, on_round: OnRound | None = None) -> Ran:
         """See Engine.run. Raises ConfigError for too many clients, DeploymentError if one of Flower's processes fails.
@@ -61,8 +61,15 @@ class DeploymentEngine:
         def ended() -> Callable[[str], DeploymentError] | None:
             return None if child.exit_code is None else child.failure
 
-        ran = follow(order, on_round, ended, self._quiet_s)
-        deployment.finish(child, _FINISH_S)
+        try:
+            ran = follow(order, on_round, ended, self._quiet_s)
+            deployment.finish(child, _FINISH_S)
+        except RunError:  # the next run may follow this one
+            child.wait(_FINISH_S)
+            raise
+        except BaseException:  # nobody knows what still goes on
+            self._stop()
+            raise
         return ran
 
     def _start(self, clients: int) -> Deployment:
@@ -73,7 +80,7 @@ class DeploymentEngine:
             )
         if self._deployment is not None and clients == self._clients:
             return self._deployment
-        self._held.close()
+        self._stop()
         self._folder = Path(self._held.enter_context(TemporaryDirectory(prefix="fedcomp-deployment-")))
         write_app(self._folder, "harness", f"{_APP}:server", f"{_APP}:client", {ORDER: ""})
         self._deployment = self._held.enter_context(Deployment(self._folder / "flower", environment()))
@@ -83,3 +90,7 @@ class DeploymentEngine:
             node.connect()
         self._clients = clients
         return self._deployment
+
+    def _stop(self) -> None:
+        self._deployment = None
+        self._held.close()

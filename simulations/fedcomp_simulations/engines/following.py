@@ -36,7 +36,7 @@ def follow(
     Args:
         ended: says whether the process that tells them has ended: what makes an error with the end of its log.
 
-    Raises DeploymentError if it has ended, or if no round has for `quiet_s`, and whatever the run has failed with.
+    Raises RunError if the run has failed, DeploymentError if that process has ended, or no round for `quiet_s`.
     """
     followed, heard = Followed(order), time.monotonic()
     while True:

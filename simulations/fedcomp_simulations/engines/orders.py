@@ -3,7 +3,7 @@
 In a folder of the run:
 
     events.jsonl    {"event": "round", "round": 1, "accuracy": 0.5, "traffic": {..}, "exchanges": [..]}   one a round,
-                    {"event": "done", "warnings": [..]} or {"event": "failed", "kind": "ConfigError", "reason": ".."}
+                    {"event": "done", "warnings": [..]} or {"event": "failed", "ours": true, "reason": ".."}
     model.npz       the arrays of the last round by name, there before its event
 """
 
@@ -27,6 +27,10 @@ from fedcomp_simulations.runner import collected_warnings
 from fedcomp_strategies import RoundTraffic
 
 EVENTS, MODEL = "events.jsonl", "model.npz"
+
+
+class RunError(FedcompError):
+    """A run has failed on another engine, and is over; the message says why, as the same run in this process would."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,9 @@ def carry_out(order: Order, grid: Grid, context: Context) -> bool:
         _write(order.folder, {"event": "done", "warnings": list(warnings)})
         return True
     except Exception as error:  # whoever waits for this run must hear of it, whatever it is
-        kind = "ConfigError" if isinstance(error, ConfigError) else type(error).__name__
-        _write(order.folder, {"event": "failed", "kind": kind, "reason": str(error), "warnings": list(warnings)})
+        ours = isinstance(error, FedcompError)
+        reason = str(error) if ours else f"{type(error).__name__}: {error}"
+        _write(order.folder, {"event": "failed", "ours": ours, "reason": reason})
         return False
 
 
@@ -122,7 +127,7 @@ class Followed:
         self._read = 0
 
     def follow(self) -> Iterator[RoundOutcome]:
-        """The rounds that have ended since the last time. Raises ConfigError or FedcompError if the run has failed."""
+        """The rounds that have ended since the last time. Raises RunError if the run has failed."""
         path = self._order.folder / EVENTS
         if not path.exists():
             return
@@ -138,7 +143,7 @@ class Followed:
             elif event["event"] == "done":
                 self.done, self.warnings = True, tuple(event["warnings"])
             else:
-                raise _failure(event)
+                raise RunError(event["reason"] if event["ours"] else f"the run has failed: {event['reason']}")
 
     def _outcome(self, event: dict[str, Any]) -> RoundOutcome:
         before = self.outcomes[-1] if self.outcomes else RoundOutcome(0, None, ArrayRecord(), ())
@@ -154,10 +159,3 @@ class Followed:
     def _model(self) -> ArrayRecord:
         with np.load(self._order.folder / MODEL, allow_pickle=False) as arrays:
             return to_record(dict(arrays))
-
-
-def _failure(event: dict[str, Any]) -> FedcompError:
-    if event["kind"] == "ConfigError":
-        return ConfigError(event["reason"])
-    known = event["kind"].endswith("Error") and event["reason"]
-    return FedcompError(event["reason"] if known else f"the run has failed: {event['kind']}: {event['reason']}")

@@ -19,7 +19,7 @@ from fedcomp_simulations.deployment.signals import as_interrupts
 from fedcomp_simulations.engines.base import Ran
 from fedcomp_simulations.engines.clients import ORDER
 from fedcomp_simulations.engines.following import QUIET_S, environment, follow, write_whole
-from fedcomp_simulations.engines.orders import Order
+from fedcomp_simulations.engines.orders import Order, RunError
 from fedcomp_simulations.engines.simulated_host import STOP
 from fedcomp_simulations.experiment import Experiment, Method
 
@@ -78,7 +78,13 @@ class RayEngine:
         def ended() -> Callable[[str], DeploymentError] | None:
             return None if host.exit_code is None else host.failure
 
-        return follow(order, on_round, ended, self._quiet_s)
+        try:
+            return follow(order, on_round, ended, self._quiet_s)
+        except RunError:  # the next run may follow this one
+            raise
+        except BaseException:  # nobody knows what still goes on
+            self._stop(orderly=False)
+            raise
 
     def _start(self, clients: int) -> tuple[Child, Path]:
         if self._host is not None and self._folder is not None and clients == self._clients:
