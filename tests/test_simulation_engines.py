@@ -1,5 +1,6 @@
 """Engines: what they are told and tell, and real SuperNodes against the engine in this process."""
 
+import io
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,9 +9,12 @@ import pytest
 from engine_runs import METHODS, SAMPLED, SEED, SMALL, check_same, try_everything
 from flwr.app import Context, RecordDict
 from leftovers import processes_with
+from rich.console import Console
 
 from fedcomp.errors import ConfigError
+from fedcomp_simulations import cli
 from fedcomp_simulations.apps import RoundOutcome
+from fedcomp_simulations.bench import engines as bench
 from fedcomp_simulations.engines import ENGINES, InProcess, run_on, start_engine
 from fedcomp_simulations.engines.clients import OrderedClient
 from fedcomp_simulations.engines.following import follow
@@ -94,6 +98,19 @@ def test_engines_are_named_and_have_limits() -> None:
         run_one(SMALL, METHODS[0], SEED, lambda progress: None, monitor=True, engine=InProcess())
 
 
+def test_mistakes_about_engines_are_told_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for arguments, said in (
+        (["--engine", "dask"], "fedcomp: unknown engine 'dask'; available: inprocess, ray, deployment\n"),
+        (["--engine", "ray", "--workers", "2"], "fedcomp: --engine ray: cannot be combined with --monitor or --work"),
+        (
+            ["--engine", "deployment", "--set", "clients=20"],
+            "fedcomp: engine 'deployment': expected at most 16 clients",
+        ),
+    ):
+        assert cli.main(["simulate", "--out", str(tmp_path), *arguments]) == cli.EXIT_MISTAKE
+        assert said in capsys.readouterr().err
+
+
 def test_results_of_another_engine_are_those_of_this_process() -> None:
     experiment = replace(SAMPLED, evaluate_every=2, last=1)
     plain = run_one(experiment, METHODS[1], SEED, lambda progress: None)
@@ -101,6 +118,17 @@ def test_results_of_another_engine_are_those_of_this_process() -> None:
     unmeasured = (None,) * experiment.rounds
     by_round = replace(plain.by_round, nmse=unmeasured, residual=unmeasured)
     assert through == replace(plain, by_round=by_round, seconds=through.seconds)
+
+
+def test_the_bench_compares_with_ray() -> None:
+    rows = bench.measure_engine("inprocess", InProcess, replace(SAMPLED, rounds=4), METHODS[:1], repeats=1)
+    ((engine, method, rate),) = [(row.engine, row.method, row.rounds_per_s) for row in rows]
+    assert (engine, method) == ("inprocess", "float32")
+    assert rate > 0
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(bench.table([*rows, replace(rows[0], engine="ray", rounds_per_s=rate / 8)], SAMPLED, "here"))
+    line = next(line for line in console.export_text().splitlines() if "inprocess" in line)
+    assert line.replace("│", " ").split()[2:4] == [f"{rate:.2f}", "8.0"]
 
 
 @pytest.mark.slow

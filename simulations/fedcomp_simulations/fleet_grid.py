@@ -98,6 +98,8 @@ class FleetGrid(Grid):
     def get_node_ids(self) -> list[int]:
         """Ids of the nodes that are there, in the order of their partitions; the first time, once all are there.
 
+        A node that restarts has the id of its former self.
+
         Raises FedcompError if some are not within `nodes_s`, or do not say which partition they have.
         """
         nodes = list(self._grid.get_node_ids())
@@ -129,10 +131,10 @@ class FleetGrid(Grid):
         messages = list(messages)
         train = [message for message in messages if message.metadata.message_type.partition(".")[0] == "train"]
         if not train:
-            return self._exchanged(messages, timeout) if messages else []
+            return self._exchanged(messages, timeout)
         fates = {id(message): self._fate(message) for message in train}
         sent = [message for message in messages if fates.get(id(message)) != "absent"]
-        replies = self._exchanged(sent, timeout) if sent else []
+        replies = self._exchanged(sent, timeout)
         by_message = {reply.metadata.reply_to_message_id: reply for reply in replies}
         exchanges = []
         unheard = set()
@@ -152,14 +154,16 @@ class FleetGrid(Grid):
         return message.metadata.dst_node_id - FIRST_NODE_ID
 
     def _exchanged(self, messages: list[Message], timeout: float | None) -> list[Message]:
+        if not messages:
+            return []
         with self._addressed(messages):
             return self._renamed(self._grid.send_and_receive(messages, timeout=timeout))
 
     @contextmanager
     def _addressed(self, messages: list[Message]) -> Iterator[None]:
         """Inside, the messages go to the nodes as the engine knows them."""
-        ours = [message.metadata.dst_node_id for message in messages]
         theirs = {FIRST_NODE_ID + partition: node for node, partition in self._partitions.items()}
+        ours = [message.metadata.dst_node_id for message in messages]
         for message, node in zip(messages, ours, strict=True):
             message.metadata.__dict__["_dst_node_id"] = theirs.get(node, node)
         try:
