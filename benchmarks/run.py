@@ -37,6 +37,7 @@ HEADINGS = (
     "of float32",
     "bytes per upload",
     "ratio",
+    "bytes per download",
     f"uploaded until {100 * SHARE:.0f} % of float32",
 )
 
@@ -166,6 +167,7 @@ def _row(summary: Summary, reference: Summary | None, reached: float | None) -> 
         f"{100 * summary.accuracy / reference.accuracy:.1f} %" if reference else "",
         f"{summary.payload_per_upload:,.0f}",
         f"{summary.ratio:,.0f}" if summary.ratio else "",
+        f"{summary.payload_per_download:,.0f}",
         "-" if reached is None else format_bytes(reached),
     ]
 
@@ -177,9 +179,10 @@ def _points(points: Sequence[float]) -> str:
 
 def _told(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of the task that say what is learned from which data, and how."""
-    by_alpha = settings["partition"] in ("dirichlet", "quantity")
-    keys = ["dataset", "model", "partition", *["alpha"] * by_alpha, "local_epochs", "batch", "lr", "momentum"]
-    return {key.replace("_", " "): settings[key] for key in keys if settings[key]}
+    of_partition = {"dirichlet": "alpha", "quantity": "alpha", "shards": "shards_per_client"}
+    keys = ["dataset", "model", "hidden", "partition", of_partition.get(settings["partition"], "")]
+    keys += ["local_epochs", "batch", "lr", "momentum", "clip_norm"]
+    return {key.replace("_", " "): settings[key] for key in keys if settings.get(key) not in (None, 0, "inf")}
 
 
 def _notes(results: Results) -> list[str]:

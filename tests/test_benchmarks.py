@@ -39,7 +39,8 @@ def result(method: Method, seed: int, accuracies: list[float], nbytes: int) -> R
         rounds=rounds,
         accuracy_curve=tuple((n, 2 * n * nbytes, value) for n, value in enumerate(accuracies, 1)),
         payload_bytes_up=2 * rounds * nbytes,
-        payload_bytes_down=0,
+        payload_bytes_down=10_000 * rounds,
+        messages=2 * rounds,
         uploads=2 * rounds,
         failures=0,
         seconds=1.0,
@@ -94,8 +95,8 @@ def test_there_is_no_other_experiment(run: ModuleType) -> None:
 
 def test_the_table_compares_with_float32_of_the_same_seeds(run: ModuleType) -> None:
     _, _, plain, sign = run.table(results())
-    assert plain == "| float32 | 85.0 ± 7.1 |  | 100.0 % | 4,000 | 1 | 32 kB |"
-    assert sign == "| 1 bit, sign + EF | 82.5 ± 3.5 | -2.5 (-5.0, +0.0) | 97.1 % | 100 | 40 | 800 B |"
+    assert plain == "| float32 | 85.0 ± 7.1 |  | 100.0 % | 4,000 | 1 | 5,000 | 32 kB |"
+    assert sign == "| 1 bit, sign + EF | 82.5 ± 3.5 | -2.5 (-5.0, +0.0) | 97.1 % | 100 | 40 | 5,000 | 800 B |"
 
 
 def test_a_target_counts_once_three_evaluations_are_there_on_average(run: ModuleType) -> None:
@@ -119,7 +120,7 @@ def test_tables_are_written_with_what_repeats_them(
     kept = json.loads((tmp_path / "tables" / "mnist-mlp.json").read_text())
     assert kept["runs"][2] == {
         "method": "1 bit, sign + EF", "seed": 0, "accuracy_final": 0.8, "payload_bytes_up": 800,
-        "payload_bytes_down": 0, "uploads": 8, "failures": 0,
+        "payload_bytes_down": 40_000, "uploads": 8, "failures": 0,
     }  # fmt: skip
 
     (tmp_path / "tables" / "mnist-mlp.json").write_text(json.dumps(kept | {"machine": "where it ran"}))
