@@ -1,8 +1,11 @@
 """The report: what the page says, that it is sound HTML whatever names are, and what it does with poor results."""
 
 import re
+import shutil
+import subprocess
 from collections import Counter
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -443,3 +446,36 @@ def test_of_many_methods_each_has_a_number_and_few_a_colour() -> None:
     assert len(set(strong)) == len(strong) == 19
     assert "method 22 82.0" in front.alt
     assert "Grey: methods that another one beats" in payload.caption
+
+
+CHROMIUM = shutil.which("chromium")
+MEASURE = """<script>
+const width = document.documentElement.clientWidth
+const out = [...document.querySelectorAll("body *")].filter(
+  e => !e.closest(".scroll table") && e.getBoundingClientRect().right > width + 0.5)
+document.title = `width ${width}, scrolls to ${document.documentElement.scrollWidth}, out ${out.map(e => e.tagName)}`
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_sticks_out_of_a_phone_or_a_screen(width: int, written: Path, tmp_path: Path) -> None:
+    text = written.read_text("utf-8")
+    inner = re.sub(r"<meta http-equiv=[^>]*>", "", text).replace("</body>", f"{MEASURE}</body>")
+    frame = f'<iframe style="border: 0" width="{width}" height="900" srcdoc="{escape(inner)}"></iframe>'
+    told = "<script>onload = () => { document.title = frames[0].document.title }</script>"
+    (tmp_path / "frame.html").write_text(f"<!DOCTYPE html><body>{frame}{told}</body>")
+    flags = (
+        "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
+        "disable-component-update disable-sync dump-dom"
+    )
+    done = subprocess.run(
+        [str(CHROMIUM), *(f"--{flag}" for flag in flags.split()), f"--user-data-dir={tmp_path / 'profile'}",
+         "--window-size=1400,1000", (tmp_path / "frame.html").as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    found = re.search(r"<title>width (\d+), scrolls to (\d+), out(.*?)</title>", done.stdout)
+    assert found is not None
+    assert width - 20 <= int(found[1]) <= width  # less a scroll bar
+    assert (found[2], found[3]) == (found[1], "")
