@@ -122,17 +122,18 @@ def test_names_are_shown_as_they_are(written: Path) -> None:
 
 def test_anchors_lead_somewhere_and_are_there_once(tmp_path: Path) -> None:
     save_results(grid_of(0.1, 0.3), tmp_path / "a" / "grid")
-    save_results(make_results(bare(make_run(FLOAT32))), tmp_path / "b")
+    save_results(make_results(bare(make_run(FLOAT32))), tmp_path / "b" / "c")
+    save_results(make_results(bare(make_run(SIGN))), tmp_path / "b-c")
     page = read(write_report(tmp_path))
     names = Counter(attributes["id"] for _, attributes in page.found if "id" in attributes)
     assert set(names.values()) == {1}
     assert {(link["href"] or "")[1:] for link in page.all("a")} == set(names)
-    assert "2 experiments" in page.text
+    assert "3 experiments" in page.text
     assert "a/grid: alpha=0.3" in page.text
     assert sorted(path.name for path in (tmp_path / "figures").iterdir())[:3] == [
-        "a-grid-1-front.png",
-        "a-grid-1-payload.png",
-        "a-grid-1-rounds.png",
+        "a-grid--1-front.png",
+        "a-grid--1-payload.png",
+        "a-grid--1-rounds.png",
     ]
     assert (tmp_path / "figures" / "a-grid-overview.png").is_file()
 
