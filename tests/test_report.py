@@ -1,8 +1,11 @@
 """The report: what the page says, that it is sound HTML whatever names are, and what it does with poor results."""
 
 import re
+import shutil
+import subprocess
 from collections import Counter
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -119,17 +122,18 @@ def test_names_are_shown_as_they_are(written: Path) -> None:
 
 def test_anchors_lead_somewhere_and_are_there_once(tmp_path: Path) -> None:
     save_results(grid_of(0.1, 0.3), tmp_path / "a" / "grid")
-    save_results(make_results(bare(make_run(FLOAT32))), tmp_path / "b")
+    save_results(make_results(bare(make_run(FLOAT32))), tmp_path / "b" / "c")
+    save_results(make_results(bare(make_run(SIGN))), tmp_path / "b-c")
     page = read(write_report(tmp_path))
     names = Counter(attributes["id"] for _, attributes in page.found if "id" in attributes)
     assert set(names.values()) == {1}
     assert {(link["href"] or "")[1:] for link in page.all("a")} == set(names)
-    assert "2 experiments" in page.text
+    assert "3 experiments" in page.text
     assert "a/grid: alpha=0.3" in page.text
     assert sorted(path.name for path in (tmp_path / "figures").iterdir())[:3] == [
-        "a-grid-1-front.png",
-        "a-grid-1-payload.png",
-        "a-grid-1-rounds.png",
+        "a-grid--1-front.png",
+        "a-grid--1-payload.png",
+        "a-grid--1-rounds.png",
     ]
     assert (tmp_path / "figures" / "a-grid-overview.png").is_file()
 
@@ -443,3 +447,36 @@ def test_of_many_methods_each_has_a_number_and_few_a_colour() -> None:
     assert len(set(strong)) == len(strong) == 19
     assert "method 22 82.0" in front.alt
     assert "Grey: methods that another one beats" in payload.caption
+
+
+CHROMIUM = shutil.which("chromium")
+MEASURE = """<script>
+const width = document.documentElement.clientWidth
+const out = [...document.querySelectorAll("body *")].filter(
+  e => !e.closest(".scroll table") && e.getBoundingClientRect().right > width + 0.5)
+document.title = `width ${width}, scrolls to ${document.documentElement.scrollWidth}, out ${out.map(e => e.tagName)}`
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_sticks_out_of_a_phone_or_a_screen(width: int, written: Path, tmp_path: Path) -> None:
+    text = written.read_text("utf-8")
+    inner = re.sub(r"<meta http-equiv=[^>]*>", "", text).replace("</body>", f"{MEASURE}</body>")
+    frame = f'<iframe style="border: 0" width="{width}" height="900" srcdoc="{escape(inner)}"></iframe>'
+    told = "<script>onload = () => { document.title = frames[0].document.title }</script>"
+    (tmp_path / "frame.html").write_text(f"<!DOCTYPE html><body>{frame}{told}</body>")
+    flags = (
+        "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
+        "disable-component-update disable-sync dump-dom"
+    )
+    done = subprocess.run(
+        [str(CHROMIUM), *(f"--{flag}" for flag in flags.split()), f"--user-data-dir={tmp_path / 'profile'}",
+         "--window-size=1400,1000", (tmp_path / "frame.html").as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    found = re.search(r"<title>width (\d+), scrolls to (\d+), out(.*?)</title>", done.stdout)
+    assert found is not None
+    assert width - 20 <= int(found[1]) <= width  # less a scroll bar
+    assert (found[2], found[3]) == (found[1], "")

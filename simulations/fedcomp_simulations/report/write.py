@@ -30,11 +30,11 @@ def write_report(folder: Path, target: str | float | None = None, out: Path | No
     """
     check_target(target)
     found = find_results(folder)
+    names = [str(path.parent.relative_to(folder)) for path in found] if len(found) > 1 else [""]
     chapters = []
-    for path in found:
-        where = path.parent.relative_to(folder)
+    for path, name, base in zip(found, names, _slugs(names), strict=True):
         try:
-            chapters.append(_chapter(load_results(path), where, target, len(found)))
+            chapters.append(_chapter(load_results(path), name, base, target))
         except ConfigError:
             raise
         except FedcompError as error:
@@ -61,23 +61,22 @@ def find_results(folder: Path) -> list[Path]:
     return found
 
 
-def _chapter(results: Results, where: Path, target: str | float | None, chapters: int) -> Chapter:
+def _chapter(results: Results, name: str, base: str, target: str | float | None) -> Chapter:
     if not results.runs:
         raise FedcompError("expected runs, got none; run the experiment again")
-    name = str(where) if chapters > 1 else results.experiment
-    base = _slug(str(where)) if chapters > 1 else "task"
+    name = name or results.experiment
     parts = results.by_task()
     sections = []
     for number, (task, part) in enumerate(parts, 1):
         title = f"{name}: {task.name}" if task.name else name
-        slug = f"{base}-{number}" if len(parts) > 1 else base
+        slug = f"{base}--{number}" if len(parts) > 1 else base
         view = view_task(title, slug, task, part)
         if not view.methods:
             sections.append(Section(view, None, ()))
             continue
         aim = target_of(view, target)
         sections.append(Section(view, aim, draw_task(view, aim, short=len(parts) > MANY_TASKS)))
-    chapter = Chapter(results, name, f"{base}-all", sections)
+    chapter = Chapter(results, name, f"{base}--all", sections)
     if len(sections) == 1:
         return chapter
     return replace(chapter, overview=draw_overview([section.view for section in sections], base))
@@ -88,9 +87,13 @@ def _pictures(chapter: Chapter) -> Sequence[Picture]:
     return [*([chapter.overview] if chapter.overview else []), *pictures]
 
 
-def _slug(text: str) -> str:
-    """A text as the beginning of file names and anchors."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "results"
+def _slugs(names: Sequence[str]) -> list[str]:
+    """The names as beginnings of file names and anchors, each another; "--" is left for what follows."""
+    found: list[str] = []
+    for name in names:
+        plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "task"
+        found.append(plain if plain not in found else f"{plain}--{len(found)}b")
+    return found
 
 
 def _write(path: Path, data: bytes) -> None:
