@@ -1,16 +1,19 @@
 """FleetGrid: any of Flower's Grids, seen by a server whose clients are those of a Fleet.
 
 It wraps the Grid of whichever engine at the server, so that an experiment is the same on each: nodes have ids by their
-partitions, not those that the engine has drawn, so Flower draws the same clients, and replies, which are added up in
-the order of these ids, have the same sum to the last bit; every exchange is written down; and clients are absent,
-replies lost or late as the Fleet wants it.
+partitions, not those that the engine has drawn, and Flower's draws from Python's global generator go on from the last
+one, whatever the engine's own threads take from it in between. So the same clients are drawn, and replies, which are
+added up in the order of these ids, have the same sum to the last bit; every exchange is written down; and clients are
+absent, replies lost or late as the Fleet wants it.
 """
 
 import logging
+import random
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid
@@ -78,6 +81,7 @@ class FleetGrid(Grid):
         self._nodes_s = nodes_s
         self._clock = fleet.clock(clients, seed)
         self._partitions: dict[int, int] = {}  # by the engine's id of the node
+        self._drawn: Any = None  # state of the global generator when clients had last been drawn
         self._gone: set[int] = set()  # nodes that others have taken the place of; engines list them for a while
 
     def set_run(self, run: Run) -> None:
@@ -102,6 +106,16 @@ class FleetGrid(Grid):
 
         Raises FedcompError if some are not within `nodes_s`, or do not say which partition they have.
         """
+        if self._drawn is not None:
+            random.setstate(self._drawn)
+            self._drawn = None  # what is drawn now counts
+        state = random.getstate()
+        try:
+            return self._nodes()
+        finally:
+            random.setstate(state)
+
+    def _nodes(self) -> list[int]:
         nodes = list(self._grid.get_node_ids())
         if not self._partitions:
             until = time.monotonic() + self._nodes_s
@@ -129,6 +143,8 @@ class FleetGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Send messages that reach their clients, and return the replies that reach the server in time."""
         messages = list(messages)
+        if messages:
+            self._drawn = random.getstate()
         train = [message for message in messages if message.metadata.message_type.partition(".")[0] == "train"]
         if not train:
             return self._exchanged(messages, timeout)
