@@ -1,6 +1,9 @@
 """Real SuperNodes on loopback, one for each client, that talk to a SuperLink as devices would."""
 
 import contextlib
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +17,7 @@ from fedcomp_simulations.deployment.app import write_app
 from fedcomp_simulations.engines.base import Ran
 from fedcomp_simulations.engines.clients import ORDER
 from fedcomp_simulations.engines.following import QUIET_S, environment, follow
-from fedcomp_simulations.engines.orders import Order, RunError
+from fedcomp_simulations.engines.orders import PID, Order, RunError
 from fedcomp_simulations.experiment import Experiment, Method
 
 MOST_NODES = 16
@@ -22,6 +25,7 @@ MOST_NODES = 16
 
 _APP = "fedcomp_simulations.engines.deployed_app"
 _FINISH_S = 120.0
+_NOTICE_S, _NOTICE_TRIES = 0.1, 50
 
 
 class DeploymentEngine:
@@ -68,6 +72,11 @@ class DeploymentEngine:
             child.wait(_FINISH_S)
             raise
         except BaseException:  # nobody knows what still goes on
+            pid = order.folder / PID
+            server = int(pid.read_text()) if pid.exists() else None
+            self._stop_flower()
+            if server is not None:
+                _end(server)
             self._stop()
             raise
         return ran
@@ -94,3 +103,16 @@ class DeploymentEngine:
     def _stop(self) -> None:
         self._deployment = None
         self._held.close()
+
+    def _stop_flower(self) -> None:
+        if self._deployment is not None:
+            self._deployment.stop()
+
+
+def _end(server: int) -> None:
+    """Wait until a ServerApp, which Flower starts in a session of its own, has noticed its parent's end; or end it."""
+    with contextlib.suppress(ProcessLookupError):
+        for _ in range(_NOTICE_TRIES):
+            os.kill(server, 0)
+            time.sleep(_NOTICE_S)
+        os.kill(server, signal.SIGKILL)

@@ -8,6 +8,7 @@ In a folder of the run:
 """
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from fedcomp_simulations.results import Exchange
 from fedcomp_simulations.runner import collected_warnings
 from fedcomp_strategies import RoundTraffic
 
-EVENTS, MODEL = "events.jsonl", "model.npz"
+EVENTS, MODEL, PID = "events.jsonl", "model.npz", "pid"
 
 
 class RunError(FedcompError):
@@ -71,6 +72,7 @@ class Order:
 
 def carry_out(order: Order, grid: Grid, context: Context) -> bool:
     """Be the server of a run, and write down what happens. Returns whether all went well; raises nothing."""
+    (order.folder / PID).write_text(str(os.getpid()))
     try:
         with collected_warnings() as warnings:
             server_app(order.experiment, order.method, order.seed, _Reporter(order))(grid, context)
