@@ -142,7 +142,7 @@ def test_without_a_twin_four_bytes_a_parameter_are_assumed_and_marked() -> None:
     assert (sign.ratio, sign.points, sign.accuracy_spread) == (32, (), None)
     text = render(results)
     assert "ratio*" in text
-    assert "* against 4 bytes per parameter, as no float32 run was made" in text
+    assert "* against 4 bytes per parameter, as no plain float32 run was made" in text
 
 
 def test_float32_with_feedback_is_no_twin() -> None:
@@ -185,3 +185,9 @@ def test_the_plot_is_a_picture_even_when_a_method_never_uploaded(tmp_path: Path)
         save_plot(results, path)
         assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
         assert path.stat().st_size > 10_000
+
+
+def test_tables_of_a_grid_say_which_point_they_are_of() -> None:
+    runs = [replace(run, task="lr=[1]") for run in BOTH.runs]
+    assert "task [lr=[1]]: 1,000 parameters" in render(make_results(*runs))
+    assert "task: 1,000 parameters" in render(BOTH)

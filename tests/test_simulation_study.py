@@ -127,3 +127,15 @@ def test_settings_come_back(name: str) -> None:
         assert from_config(table, Experiment) == point.experiment
         changed = replace(point.experiment, clip_norm=float("inf"), momentum=0.5)
         assert from_config(to_config(changed, skip=("name",)), Experiment, name=name) == changed
+
+
+def test_values_that_look_alike_are_points_of_their_own() -> None:
+    study = parse(BASE, grid=("lr=0.1000001,0.1000002,0.5", "alpha=1000000.5,2"))
+    names = [point.name for point in study.points]
+    assert names[::2] == ["lr=0.1000001, alpha=1000000.5", "lr=0.1000002, alpha=1000000.5", "lr=0.5, alpha=1000000.5"]
+    assert len(set(names)) == 6
+
+
+def test_float32_is_the_twin_whatever_becomes_of_small_tensors() -> None:
+    (point,) = parse(BASE, "methods.gentle_share=0.1", "methods.min_size=0").points
+    assert [method.uncompressed for method in point.experiment.methods] == [True, False]

@@ -199,3 +199,11 @@ def test_rounds_between_evaluations_cost_nothing_at_the_end() -> None:
     assert [point[0] for point in seldom.accuracy_curve] == [3, 6, 7]
     assert set(seldom.accuracy_curve) <= set(often.accuracy_curve)
     assert seldom.accuracy_final == often.accuracy_final
+
+
+def test_points_that_cannot_be_are_refused_before_anything_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "grid.toml", "--grid", "clients=10,1000", "--out", "there"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "1000 clients with min_samples = 8 need 8000 samples, got 4000" in line
+    assert line.endswith("(where alpha=0.2, clients=1000)")
+    assert not Path("there", "runs").exists()

@@ -77,7 +77,7 @@ def server_app(experiment: Experiment, method: Method, seed: int, on_round: OnRo
 
     def main(grid: Grid, context: Context) -> None:
         del context
-        _samples(experiment, seed)  # data that cannot be had must end the run here, not fail every client
+        client_samples(experiment, seed)  # data that cannot be had must end the run here, not fail every client
         strategy = Compressed(
             make_strategy(experiment, method),
             uplink=method.codec if method.budget else method.uplink,  # as text, what suits "auto" is chosen
@@ -142,7 +142,7 @@ class _Training:
     def __call__(self, message: Message, context: Context) -> Message:
         client = _partition_id(context, self.experiment.clients)
         server_round = int(message.content.config_records["config"]["server-round"])  # type: ignore[arg-type]
-        x, y = _samples(self.experiment, self.seed)[client]
+        x, y = client_samples(self.experiment, self.seed)[client]
         model = _model(self.experiment, message.content.array_records["arrays"])
         loss = _train(model, x, y, self.experiment, np.random.default_rng((self.seed, server_round, client)))
         arrays = {key: value.numpy() for key, value in model.state_dict().items()}
@@ -226,7 +226,8 @@ def _model(experiment: Experiment, record: ArrayRecord) -> torch.nn.Module:
     return models.build(experiment.network(), views(record))  # which copies
 
 
-def _samples(experiment: Experiment, seed: int) -> list[tuple[Tensor, Tensor]]:
+def client_samples(experiment: Experiment, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """The training samples of each client. Raises FedcompError if the data are missing or cannot be split like this."""
     return _split(
         experiment.dataset,
         experiment.partition,

@@ -92,9 +92,9 @@ class Method:
 
     @property
     def uncompressed(self) -> bool:
-        """Whether this is the plain float32 upload that others are compared with."""
+        """Whether this is the plain float32 upload that others are compared with; small tensors are plain anyway."""
         plain = self.feedback == "none" and self.downlink in ("pack", "plain") and not self.strategy
-        return plain and not self.average and self.uplink == Schedule.parse("float32")
+        return plain and not self.average and Schedule.parse(self.codec) == Schedule.parse("float32")
 
 
 @dataclass(frozen=True)

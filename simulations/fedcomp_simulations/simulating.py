@@ -14,7 +14,7 @@ from fedcomp_simulations.results import Results
 from fedcomp_simulations.saving import save
 from fedcomp_simulations.store import RunStore
 from fedcomp_simulations.study import Study
-from fedcomp_simulations.sweep import plan_study, results_of, run_plan, versions
+from fedcomp_simulations.sweep import check_study, plan_study, results_of, run_plan, versions
 from fedcomp_simulations.tables import monitor_table, table
 from fedcomp_simulations.workers import default_workers
 
@@ -36,6 +36,7 @@ def run(
     Args:
         folder: holds the finished runs, which are not made again unless `fresh`; None: nothing is kept.
     """
+    check_study(study)
     store = None if folder is None else RunStore(folder, engine, versions(), fresh=fresh)
     plan = plan_study(study, store, monitor=monitor)
     if plan.found and store is not None:

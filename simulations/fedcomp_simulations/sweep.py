@@ -11,7 +11,9 @@ from importlib.metadata import version
 import numpy as np
 
 import fedcomp
+from fedcomp.errors import FedcompError
 from fedcomp_simulations import models
+from fedcomp_simulations.apps import client_samples
 from fedcomp_simulations.config import to_config
 from fedcomp_simulations.engines import INPROCESS, start_engine
 from fedcomp_simulations.experiment import Experiment
@@ -50,6 +52,20 @@ def plan_study(study: Study, store: RunStore | None = None, *, monitor: bool = F
     )
     there = {} if store is None else {place: store.load(job) for place, job in enumerate(jobs)}
     return Plan(jobs, {place: run for place, run in there.items() if run is not None})
+
+
+def check_study(study: Study) -> None:
+    """Look at the data of every point, and split them, before anything is trained.
+
+    Raises FedcompError, which names the point, if data are missing, do not suit the model or cannot be split like this.
+    """
+    for point in study.points:
+        try:
+            point.experiment.network()
+            client_samples(point.experiment, point.experiment.seeds[0])
+        except FedcompError as error:
+            where = f" (where {point.name})" if point.name else ""
+            raise FedcompError(f"{study.name}: {error}{where}") from error
 
 
 def run_plan(

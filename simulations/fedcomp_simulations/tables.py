@@ -103,8 +103,10 @@ def _mean(stats: list[TensorStats], key: str) -> float:
 
 def _title(results: Results) -> str:
     seeds = len({run.seed for run in results.runs})
+    points = {run.task for run in results.runs}
+    where = f" [{points.pop()}]" if len(points) == 1 and points != {""} else ""
     return (
-        f"{escape(results.experiment)}: {results.parameters:,} parameters, {results.clients_per_round} of "
+        f"{escape(results.experiment + where)}: {results.parameters:,} parameters, {results.clients_per_round} of "
         f"{results.clients} clients a round, {results.runs[0].rounds} rounds, {seeds} seed{'s' * (seeds > 1)}"
     )
 
@@ -115,4 +117,4 @@ def _caption(last: int, measured: bool) -> str:
         f"accuracy: {evaluations}, ± standard deviation over seeds\n"
         "points: mean (lowest, highest) over seeds; uploaded: mean over seeds"
     )
-    return text if measured else f"{text}\n* against 4 bytes per parameter, as no float32 run was made"
+    return text if measured else f"{text}\n* against 4 bytes per parameter, as no plain float32 run was made"
