@@ -85,7 +85,7 @@ def with_nan() -> NDArray[np.float32]:
         ({"x": X, "y": Y, "x_test": X}, "x_test and y_test: expected both or neither"),
         ({"x": X, "y": Y[:9]}, r"y: expected a label for each of 50 samples of x, got shape \(9,\)"),
         ({"x": X, "y": Y, "x_test": X[:, :2], "y_test": Y}, r"x_test: expected .* float32 of shape \(3,\) .* \(2,\)"),
-        ({"x": X, "y": Y, "x_test": TEXT, "y_test": Y}, "x_test: expected what the training part has"),
+        ({"x": X, "y": Y, "x_test": TEXT, "y_test": Y}, "x_test: expected what x is, float32, got int64"),
         ({"x": TEXT, "y": TEXT, "x_test": TEXT, "y_test": Y}, "y_test: expected what the training part has"),
         ({"x": with_nan(), "y": Y}, "x: expected finite float32 values, got 1 that are not"),
         ({"x": X.astype(np.float64) * 1e40, "y": Y}, "x: expected finite float32 values, got 1.. that are not"),

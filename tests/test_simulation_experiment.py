@@ -127,6 +127,11 @@ def test_integers_serve_as_numbers_and_the_rest_has_defaults() -> None:
         (("alpha = 1", 'strategy_options = {eta = "x"}'), "strategy_options.eta: expected a number, got 'x'"),
         (("alpha = 1", "strategy_options = {eta = 1}"), "option of strategy 'fedavg' 'eta'; available: none"),
         (("alpha = 1", "alpha = "), "not valid TOML"),
+        (('"plain"', '"pl\\u0001ain"'), "name: expected a text without control characters"),
+        (
+            ('model = "mlp"', 'model = "cnn"\nnorm = "batch"\nstrategy = "fedavgm"'),
+            "norm: strategy 'fedavgm' moves the",
+        ),
     ],
 )
 def test_mistakes_name_file_key_and_what_exists(change: tuple[str, str], message: str) -> None:

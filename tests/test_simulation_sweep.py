@@ -8,8 +8,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from fedcomp.errors import ConfigError
 from fedcomp_simulations import store as stored
 from fedcomp_simulations import sweep
 from fedcomp_simulations.cli import main
@@ -207,3 +209,15 @@ def test_points_that_cannot_be_are_refused_before_anything_is_trained(capsys: py
     assert "1000 clients with min_samples = 8 need 8000 samples, got 4000" in line
     assert line.endswith("(where alpha=0.2, clients=1000)")
     assert not Path("there", "runs").exists()
+
+
+def test_runs_on_data_that_changed_meanwhile_are_not_kept(run: RunResult, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    np.savez("own.npz", x=rng.random((60, 4), np.float32), y=np.arange(60) % 3)
+    job = replace(JOB, experiment=replace(TINY, dataset="own.npz", clients=3))
+    store = RunStore(tmp_path / "kept", "inprocess", versions())
+    assert store.load(job) is None
+    store.save(job, run)
+    np.savez("own.npz", x=rng.random((90, 4), np.float32), y=np.arange(90) % 3)
+    with pytest.raises(ConfigError, match=r"'own.npz' has changed while runs were made on it; run the same"):
+        store.save(job, run)

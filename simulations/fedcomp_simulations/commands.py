@@ -116,15 +116,15 @@ def simulate(
     """
     study = load_study(name, changes or (), grid or ()).map(lambda each: _adapt(each, rounds, seeds, codec))
     _check_workers(workers)
-    folder = out or Path("results", study.name)
-    _probe_folder(folder)
-    for path in filter(None, (json_file, folder / "results.json", folder / "accuracy.png")):
-        _probe_file(path)
     from fedcomp_simulations import engines, simulating
 
     one_of("engine", engine, engines.ENGINES)
     if engine != engines.INPROCESS and (monitor or (workers or 1) > 1):
         raise ConfigError(f"--engine {engine}: cannot be combined with --monitor or --workers")
+    folder = out or Path("results", study.name)
+    _probe_folder(folder)
+    for path in filter(None, (json_file, folder / "results.json", folder / "accuracy.png")):
+        _probe_file(path)
     results = simulating.run(study, workers, monitor=monitor, folder=folder, fresh=fresh, engine=engine)
     simulating.write(results, folder, json_file, _console())
 

@@ -35,6 +35,8 @@ STRATEGIES: dict[str, tuple[str, ...]] = {  # and the options each of them takes
 }
 
 
+_AVERAGING = ("fedavg", "fedmedian")  # whose model is between those of the clients
+
 _AT_LEAST_ONE = (
     "clients", "clients_per_round", "min_samples", "shards_per_client",
     "rounds", "local_epochs", "batch", "evaluate_every", "last",
@@ -72,6 +74,8 @@ class Method:
     average: float = 0.0
 
     def __post_init__(self) -> None:
+        if not self.name.isprintable():
+            raise ConfigError(f"name: expected a text without control characters, got {self.name!r}")
         if self.budget:
             self.uplink.with_budget(self.budget)
         if self.feedback != "auto":
@@ -149,6 +153,12 @@ class Experiment:
         check_kind(self.partition)
         _check_options(self.partition, self.partition_options)
         _check_strategy(self.strategy, self.strategy_options)
+        for strategy in (self.strategy, *(method.strategy for method in self.methods)):
+            if self.norm == "batch" and strategy not in ("", *_AVERAGING):
+                raise ConfigError(
+                    f"norm: strategy {strategy!r} moves the running statistics of BatchNorm beyond what any client has "
+                    f'seen, variances below zero; use "group" or "none", or one of {", ".join(_AVERAGING)}'
+                )
         for key in _AT_LEAST_ONE:
             if getattr(self, key) < 1:
                 raise ConfigError(f"{key}: expected at least 1, got {getattr(self, key)}")

@@ -42,9 +42,11 @@ class RunStore:
         self.folder = folder / "runs"
         self._made_by = {"format": FORMAT, "engine": engine, "versions": dict(versions), "code": code_digest()}
         self._fresh = fresh
+        self._stamps: dict[str, object] = {}  # of data, when their runs were planned
 
     def load(self, job: Job) -> RunResult | None:
         """The run if it is there, whole, and made with the same settings by the same code; else None."""
+        self._stamps.setdefault(job.experiment.dataset, datasets.stamp(job.experiment.dataset))
         if self._fresh:
             return None
         try:
@@ -57,7 +59,13 @@ class RunStore:
             return None  # not there, or damaged: then it is made again
 
     def save(self, job: Job, run: RunResult) -> None:
-        """Keep a run. Raises OSError if that cannot be done; then what was there is as it was."""
+        """Keep a run. Raises OSError if that cannot be done; then what was there is as it was.
+
+        Raises ConfigError if the data have changed since the run was looked for: it may be made with either.
+        """
+        data = job.experiment.dataset
+        if self._stamps.get(data, datasets.stamp(data)) != datasets.stamp(data):
+            raise ConfigError(f"dataset {data!r} has changed while runs were made on it; run the same command again")
         content = {
             "made_by": self._made_by,
             "settings": settings_of(job),

@@ -88,6 +88,14 @@ def fingerprint(name: str) -> str:
     return "" if name in _LOADERS else _digest(name, Path.cwd())
 
 
+def stamp(name: str) -> tuple[tuple[str, int, int], ...]:
+    """Sizes and times of the files of the user's own data, which change with them; empty for all other sets."""
+    path = Path(name.removeprefix("idx:")).expanduser()
+    own = path.suffix == ".npz" or name.startswith("idx:")
+    found = sorted(path.iterdir()) if own and path.is_dir() else [path] if own and path.is_file() else []
+    return tuple((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in found)
+
+
 @lru_cache(maxsize=2)
 def _load(name: str, seed: int) -> Dataset:
     return _read_only(_LOADERS[name](seed))

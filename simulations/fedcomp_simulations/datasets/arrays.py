@@ -31,6 +31,7 @@ def from_arrays(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
     _check_pair(x, y, "x", "y")
     owners = _owners(arrays["client"], len(x)) if "client" in arrays else None
     if "x_test" in arrays:
+        _check_kind(arrays["x"].dtype, arrays["x_test"].dtype)
         test_x, test_y = _inputs("x_test", arrays["x_test"]), _labels("y_test", arrays["y_test"])
         _check_pair(test_x, test_y, "x_test", "y_test")
         _check_alike(x, test_x, "x_test")
@@ -55,6 +56,14 @@ def _check_keys(arrays: Mapping[str, object]) -> None:
             raise ConfigError(f"array {key!r} is missing; got {', '.join(arrays) or 'none'}")
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise ConfigError("x_test and y_test: expected both or neither")
+
+
+def _check_kind(train: np.dtype[Any], test: np.dtype[Any]) -> None:
+    """Both parts must mean the same: of pixels in bytes and of floats, only the former would be scaled."""
+    if (train.kind, train == np.uint8) != (test.kind, test == np.uint8):
+        raise ConfigError(
+            f"x_test: expected what x is, {train}, got {test}; bytes are scaled to [0, 1], floats are not"
+        )
 
 
 def _inputs(key: str, x: NDArray[Any]) -> Inputs:

@@ -3,6 +3,7 @@
 import zipfile
 import zlib
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,9 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
 def _member(file: Any, key: str) -> NDArray[Any]:
     try:
         array = file[key]
-    except ValueError as error:
+    except (ValueError, SyntaxError, TypeError, MemoryError, RuntimeError, TokenError) as error:
+        if "allow_pickle" not in str(error):
+            raise ConfigError(f"{key}: damaged, or encrypted: {error}; save it again") from error
         raise ConfigError(
             f"{key}: holds objects, which only pickle could read; make it one array of numbers "
             "(or of texts, np.array(names, str)) and save again"
