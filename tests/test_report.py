@@ -35,7 +35,7 @@ from fedcomp_simulations.experiment import Method
 from fedcomp_simulations.fleet import Fleet
 from fedcomp_simulations.links import PRESETS, link_seconds
 from fedcomp_simulations.report import drawing, tables, words, write, write_report
-from fedcomp_simulations.report.figures import draw_task, save_plot
+from fedcomp_simulations.report.figures import draw_task, save_plot, time_caption
 from fedcomp_simulations.report.markup import Markup
 from fedcomp_simulations.report.targets import Target, reached, target_of
 from fedcomp_simulations.report.views import TaskView, view_task
@@ -198,6 +198,7 @@ def test_own_links_come_first_and_missing_replies_are_waited_for() -> None:
     assert sign.seconds["own"] == pytest.approx(18.8 * np.arange(1, 13))
     assert sign.seconds["nb-iot"] == pytest.approx(FOUR.methods[1].seconds["nb-iot"])
     assert sign.seconds["dsl"][0] > REQUESTS * 0.03
+    assert time_caption(view.links[0]).endswith("a round ends after 18.8 s, and lasts as long if a reply is missing.")
 
 
 def test_own_links_count_training_and_who_has_which_link() -> None:
@@ -212,16 +213,22 @@ def test_own_links_count_training_and_who_has_which_link() -> None:
     assert "with training and deadlines as they are set. Transmission alone takes" in said(view)
     target = target_of(view, None)
     assert "time on the experiment's own links" in plain(tables.costs(view, target))
-    captions = [picture.caption for picture in draw_task(view, target) if "-time-" in picture.name]
-    assert captions[0].startswith("0.5 of the clients on NB-IoT, 0.5 of the clients on DSL; 7 s of training a round; 5")
-    assert len(captions) == 4
+    assert [link.name for link in words.named_links(view)] == ["own", "nb-iot", "lte-m", "dsl"]
+    assert time_caption(view.links[0]) == (
+        "50 % of the clients on NB-IoT, 50 % of the clients on DSL; 7 s of training a round; 5 times as long for 50 % "
+        "of the clients."
+    )
     alone = view_with({"compute_s": 7.0})
     assert alone.methods[0].seconds["own"] == pytest.approx(7.0 * np.arange(1, 13))
     assert set(alone.methods[0].joules) == {"nb-iot"}
+    assert time_caption(alone.links[0]) == "Bytes take no time, as no link is set; 7 s of training a round."
 
 
 def test_a_preset_that_all_clients_have_is_there_once() -> None:
-    assert [link.name for link in view_with({"link": "dsl", "loss": 0.1}).links][:2] == ["dsl", "nb-iot"]
+    links = view_with({"link": "dsl", "loss": 0.1}).links
+    assert [link.name for link in links][:2] == ["dsl", "nb-iot"]
+    assert time_caption(links[0]).startswith("Transmission alone, as every client has 10 Mbit/s up")
+    assert time_caption(links[1]).startswith("Transmission alone, if every client had 20 kbit/s up")
     assert len(view_with({"link": "dsl"}).links) == len(PRESETS)
     assert not any(link.own for link in view_with({}).links)
 

@@ -248,25 +248,26 @@ def _links(view: TaskView, target: Target) -> Iterator[Picture]:
                 made[0],
                 f"{view.slug}-time-{link.name}",
                 f"Accuracy against time on {link_name(link)}",
-                _time_caption(link),
+                time_caption(link),
                 _alt(f"Line chart: test accuracy against time on {link_name(link)}, logarithmic", made[1]),
             )
 
 
-def _time_caption(timed: Timed) -> str:
+def time_caption(timed: Timed) -> str:
+    """What counts in a figure over time."""
     if timed.name != OWN:
         (link,) = timed.links
-        clients = "Every client has" if timed.own else "If every client had"
+        clients = "as every client has" if timed.own else "if every client had"
         return (
-            f"Transmission alone. {clients} {rate(link.up_bps)} up, {rate(link.down_bps)} down and "
+            f"Transmission alone, {clients} {rate(link.up_bps)} up, {rate(link.down_bps)} down and "
             f"{delay(link.rtt_s)} a round trip. Training takes its time besides."
         )
     assert timed.fleet is not None
-    named = [f"{share:.3g} of the clients on {link_name(link)}" for link, share in timed.fleet.mix]
+    named = [f"{100 * share:.3g} % of the clients on {link_name(link)}" for link, share in timed.fleet.mix]
     where = ", ".join(named) if len(named) > 1 else "".join(f"All clients on {link_name(link)}" for link in timed.links)
     parts = [where or "Bytes take no time, as no link is set", f"{timed.fleet.compute_s:g} s of training a round"]
     if timed.fleet.stragglers:
-        parts.append(f"{timed.fleet.slowdown:g} times as long for {timed.fleet.stragglers:.3g} of the clients")
+        parts.append(f"{timed.fleet.slowdown:g} times as long for {100 * timed.fleet.stragglers:.3g} % of the clients")
     if timed.fleet.deadline_s < math.inf:
         parts.append(f"a round ends after {timed.fleet.deadline_s:g} s, and lasts as long if a reply is missing")
     return f"{'; '.join(parts)}."
