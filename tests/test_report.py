@@ -8,6 +8,7 @@ from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -29,14 +30,16 @@ from report_data import (
 
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp_simulations.cli import main
+from fedcomp_simulations.config import from_config
 from fedcomp_simulations.experiment import Method
-from fedcomp_simulations.links import PRESETS
+from fedcomp_simulations.fleet import Fleet
+from fedcomp_simulations.links import PRESETS, link_seconds
 from fedcomp_simulations.report import drawing, tables, words, write, write_report
-from fedcomp_simulations.report.figures import draw_task, save_plot
+from fedcomp_simulations.report.figures import draw_task, save_plot, time_caption
 from fedcomp_simulations.report.markup import Markup
 from fedcomp_simulations.report.targets import Target, reached, target_of
 from fedcomp_simulations.report.views import TaskView, view_task
-from fedcomp_simulations.results import Results, RunResult
+from fedcomp_simulations.results import Results, RunResult, Task
 
 VOID = {"meta", "img", "br"}
 MINUS, DASH = "\u2212", "\u2013"
@@ -178,6 +181,78 @@ def test_link_time_is_that_of_the_slowest_client_of_each_round() -> None:
     assert FOUR.methods[1].seconds["nb-iot"] == pytest.approx(once * np.arange(1, 13))
 
 
+def view_with(fleet: object, outcome: str = "ok") -> TaskView:
+    """A view of float32 and sign, all of whose exchanges end alike."""
+    task = Task("", 1000, 20, 2, settings={"fleet": fleet})
+    runs = []
+    for run in (make_run(FLOAT32), make_run(SIGN)):
+        asked = tuple(tuple(replace(each, outcome=outcome) for each in asked) for asked in run.exchanges)
+        runs.append(replace(run, exchanges=asked))
+    return view_of(make_results(*runs, tasks=(task,)))
+
+
+def test_own_links_come_first_and_missing_replies_are_waited_for() -> None:
+    view = view_with({"link": "nb-iot", "deadline_s": 18.8}, outcome="late")
+    assert [link.name for link in view.links] == ["own", *PRESETS]
+    sign = view.methods[1]
+    assert sign.seconds["own"] == pytest.approx(18.8 * np.arange(1, 13))
+    assert sign.seconds["nb-iot"] == pytest.approx(FOUR.methods[1].seconds["nb-iot"])
+    assert sign.seconds["dsl"][0] > REQUESTS * 0.03
+    assert time_caption(view.links[0]).endswith("a round ends after 18.8 s, and lasts as long if a reply is missing.")
+
+
+def test_own_links_count_training_and_who_has_which_link() -> None:
+    fleet = {"links": {"nb-iot": 0.5, "dsl": 0.5}, "compute_s": 7.0, "stragglers": 0.5}
+    view = view_with(fleet)
+    known = from_config(fleet, Fleet)
+    run = view.methods[1].runs[0]
+    assert view.methods[1].seconds["own"] == pytest.approx(link_seconds(run.exchanges, known.clock(20, 0)))
+    on_nb_iot = sum(known.link_of(client, 20, 0) is PRESETS["nb-iot"] for client in range(2))
+    assert view.methods[1].joules["own"][-1] == pytest.approx(on_nb_iot * 12 * 2e-4 * (200 + OVERHEAD))
+    assert said(view).count("on the experiment's own links (float32:") == 1
+    assert "with training and deadlines as they are set. Transmission alone takes" in said(view)
+    target = target_of(view, None)
+    assert "time on the experiment's own links" in plain(tables.costs(view, target))
+    assert [link.name for link in words.named_links(view)] == ["own", "nb-iot", "lte-m", "dsl"]
+    assert time_caption(view.links[0]) == (
+        "50 % of the clients on NB-IoT, 50 % of the clients on DSL; 7 s of training a round; 5 times as long for 50 % "
+        "of the clients."
+    )
+    alone = view_with({"compute_s": 7.0})
+    assert alone.methods[0].seconds["own"] == pytest.approx(7.0 * np.arange(1, 13))
+    assert set(alone.methods[0].joules) == {"nb-iot"}
+    assert time_caption(alone.links[0]) == "Bytes take no time, as no link is set; 7 s of training a round."
+
+
+def test_a_preset_that_all_clients_have_is_there_once() -> None:
+    links = view_with({"link": "dsl", "loss": 0.1}).links
+    assert [link.name for link in links][:2] == ["dsl", "nb-iot"]
+    assert time_caption(links[0]).startswith("Transmission alone, as every client has 10 Mbit/s up")
+    assert time_caption(links[1]).startswith("Transmission alone, if every client had 20 kbit/s up")
+    assert len(view_with({"link": "dsl"}).links) == len(PRESETS)
+    assert not any(link.own for link in view_with({}).links)
+
+
+def test_energy_is_said_of_all_clients_and_of_one() -> None:
+    table = plain(tables.times(FOUR, target_of(FOUR, None)))
+    assert "Energy of transmission to reach 95 % of float32's accuracy" in table
+    spent = 12 * 2 * 2e-4 * (50 + OVERHEAD)  # J, of the whole run; the target is there after half of it
+    assert f"3 auto 60 B {spent / 2:.3g} J {1000 * spent / 40:.3g} mJ {spent:.3g} J {1000 * spent / 20:.3g} mJ" in table
+    assert "0.2 mJ, -" in plain(tables.link_facts([PRESETS["nb-iot"]]))
+
+
+@pytest.mark.parametrize("fleet", [7, {"link": "isdn"}, {"speed": 1}, {"dropout": 2.0}])
+def test_settings_of_an_impossible_fleet_are_refused(fleet: object) -> None:
+    with pytest.raises(FedcompError, match=r"settings of task '': .*fleet") as caught:
+        view_with(fleet)
+    assert not isinstance(caught.value, ConfigError)  # which the user would have made just now
+
+
+def test_exchanges_of_clients_that_there_are_not_are_refused() -> None:
+    with pytest.raises(FedcompError, match="seed 0: exchanges: expected clients from 0 to 0, got 1"):
+        view_of(make_results(make_run(SIGN), tasks=(Task("", 1000, 1, 1),)))
+
+
 def test_runs_that_were_evaluated_at_other_rounds_meet_where_they_can() -> None:
     sparse, dense = make_run(SIGN, 0, 12), make_run(SIGN, 1, 9)
     sparse = replace(sparse, accuracy_curve=sparse.accuracy_curve[1::2])
@@ -291,6 +366,19 @@ def test_a_method_that_never_uploaded_is_named_and_left_out_of_the_figures(tmp_p
     page = read(write_report(save_results(make_results(silent), tmp_path)))
     assert not page.all("img")
     assert "No compressed method uploaded anything" in page.text
+
+
+def test_float32_that_never_arrived_is_not_said_to_be_missing() -> None:
+    view = view_of(make_results(make_run(FLOAT32, per_upload=0, outcome="lost"), make_run(SIGN)))
+    assert "as no float32 upload arrived." in plain(tables.comparison(view))
+
+
+def test_figures_are_sound_whatever_accuracies_and_names_are() -> None:
+    """Nothing learned is no warning of matplotlib, which would be an error here."""
+    odd = Method("si\x01gn\x1b", "sign", "ef")
+    view = view_of(make_results(make_run(FLOAT32, final=0.0), make_run(odd, final=0.0)))
+    for picture in draw_task(view, Target(0.5, "0.5"), short=True):
+        assert "sign" in "".join(ElementTree.fromstring(picture.svg).itertext())
 
 
 def test_nothing_good_enough_is_said_with_the_closest() -> None:

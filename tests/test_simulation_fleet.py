@@ -343,7 +343,9 @@ def test_results_hold_the_exchanges() -> None:
     assert isinstance(asked[0], Exchange)
     assert len(asked) == 8
     assert result.warnings == ()  # what the fleet is meant to lose is no news
+    assert {each.outcome for asked in result.exchanges for each in asked} >= {"absent", "lost"}
     assert result.by_round.wire_down == tuple(sum(each.wire_down for each in asked) for asked in result.exchanges)
+    assert result.by_round.wire_up == tuple(sum(each.wire_up for each in asked) for asked in result.exchanges)
 
 
 def test_nobody_there_is_a_round_without_a_change() -> None:

@@ -42,7 +42,7 @@ def test_presets_have_what_the_issue_of_planning_needs() -> None:
             Link("custom", up_bps=20e3, down_bps=26e3, rtt_s=1.6),
         ),
         (
-            {"name": "mine", "up": 1e6, "down": "1.5 Mbit/s", "rtt": "80 ms", "up_energy": "0.2 mJ/byte"},
+            {"name": "mine", "up": "1 MBit/s", "down": "1.5 Mbps", "rtt": "80 ms", "up_energy": "0.2 mJ/byte"},
             Link("mine", up_bps=1e6, down_bps=1.5e6, rtt_s=0.08, up_j_per_byte=2e-4),
         ),
         (
@@ -66,6 +66,14 @@ def test_a_table_makes_a_link_and_comes_back(table: dict[str, Any], link: Link) 
         (7, "fleet.link: expected the name of a link or a table with up, down and rtt, got 7"),
         ({"up": "20 kbit/s"}, "fleet.link.down: is missing"),
         ({"up": "20 kB/s", "down": 1}, "fleet.link.up: expected \"20 kbit/s\" or a number, got '20 kB/s'"),
+        ({"up": "20 kBps", "down": 1}, "got '20 kBps'; rates are of bits, a large B means bytes"),
+        ({"up": 1, "down": "3 KBPS"}, "fleet.link.down: expected"),
+        (
+            {"up": 1, "down": 1, "up_energy": "2 MJ"},
+            'up_energy: expected energy of a byte such as "0.2 mJ" or a number',
+        ),
+        ({"up": 1, "down": 1, "rtt": "5 Ms"}, "fleet.link.rtt: expected"),
+        ({"up": 10**400, "down": 1}, 'fleet.link.up: expected "20 kbit/s" or a number, got 1000'),
         ({"up": 1, "down": 1, "rtt": "fast"}, "fleet.link.rtt: expected \"1.6 s\" or a number, got 'fast'"),
         ({"up": 1, "down": 1, "rtt": True}, 'fleet.link.rtt: expected "1.6 s" or a number, got True'),
         ({"up": 0, "down": 1}, "fleet.link: up_bps: expected a number above 0"),
@@ -124,10 +132,17 @@ def test_the_time_of_a_run_on_any_link_adds_up() -> None:
     assert link_seconds([], SLOW) == []
 
 
+def test_transmission_alone_is_over_when_the_last_byte_is_there_whatever_becomes_of_it() -> None:
+    slowest = exchange(1, up=13_000)
+    for outcome, seconds in {"lost": 19.5, "late": 19.5, "failed": 19.5, "absent": 9.5}.items():
+        assert link_seconds([[exchange(0), replace(slowest, outcome=outcome)]] * 2, SLOW) == [seconds, 2 * seconds]
+
+
 def test_energy_is_of_bytes_each_way() -> None:
     rounds = [[exchange(), exchange(1, outcome="lost")], [exchange(up=0, down=0, outcome="absent")]]
     assert joules(rounds, SLOW) == pytest.approx(2 * (3_000 * 2e-4 + 4_000 * 1e-5))
     assert joules(rounds, PRESETS["dsl"]) == 0
+    assert joules(rounds, lambda client: SLOW if client else None) == pytest.approx(3_000 * 2e-4 + 4_000 * 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ not hang on their bytes: only what is late does. `FleetGrid` lets an experiment 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,11 @@ class Fleet:
         """Whether some replies may not reach the server in time."""
         return self.dropout > 0 or self.loss > 0 or self.deadline_s < math.inf
 
+    @property
+    def transmits_only(self) -> bool:
+        """Whether only bytes and round trips take time: clients train in none, and no deadline ends a round."""
+        return not self.compute_s and self.deadline_s == math.inf
+
     def link_of(self, client: int, clients: int, seed: int) -> Link | None:
         """The link of one of so many clients; None if the fleet has none. As many clients have each as it shall be."""
         if not self.mix:
@@ -95,8 +101,8 @@ class Fleet:
     def clock(self, clients: int, seed: int) -> Clock:
         """A clock at the beginning of a run of so many clients."""
         return Clock(
-            lambda client: self.link_of(client, clients, seed),
-            lambda client: self.compute_of(client, clients, seed),
+            cache(lambda client: self.link_of(client, clients, seed)),  # each time it puts all clients in order
+            cache(lambda client: self.compute_of(client, clients, seed)),
             self.deadline_s,
         )
 

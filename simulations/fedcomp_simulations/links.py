@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 from fedcomp import _validate
@@ -122,6 +123,8 @@ _UNITS: dict[str, dict[str, float]] = {
     "energy": {"j": 1, "mj": 1e-3, "uj": 1e-6, "µj": 1e-6, "nj": 1e-9},
 }
 _KINDS = {"up": "rate", "down": "rate", "rtt": "time", "up_energy": "energy", "down_energy": "energy"}
+_OTHER = re.compile(r"[kKmMgG]?B([pP][sS]|/[sS])|M[jJsS]")
+_LARGEST = 1e300
 _EXAMPLES = {"rate": '"20 kbit/s"', "time": '"1.6 s"', "energy": 'energy of a byte such as "0.2 mJ"'}
 _QUANTITY = re.compile(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)\s*([a-zµ]+(?:/s)?)(?:\s*/\s*byte)?", re.IGNORECASE)
 
@@ -146,13 +149,19 @@ def _from_table(table: Mapping[str, Any], key: str) -> Link:
 
 def _quantity(value: Any, kind: str, key: str) -> float:
     """A number in the base unit from a number, or from a text with its unit."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST:
         return float(value)
     found = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
-    factor = _UNITS[kind].get(found[2].lower()) if found else None
+    factor = _UNITS[kind].get(_unit(found[2])) if found else None
     if found is None or factor is None:
-        raise ConfigError(f"{key}: expected {_EXAMPLES[kind]} or a number, got {value!r}")
+        hint = "; rates are of bits, a large B means bytes" if kind == "rate" and found and "B" in found[2] else ""
+        raise ConfigError(f"{key}: expected {_EXAMPLES[kind]} or a number, got {value!r}{hint}")
     return float(found[1]) * factor
+
+
+def _unit(unit: str) -> str:
+    """The unit in small letters, unless a large one makes it another: B are bytes, and MJ and Ms a billion times mJ."""
+    return unit if _OTHER.fullmatch(unit) else unit.lower()
 
 
 PRESETS: dict[str, Link] = {
@@ -257,16 +266,26 @@ def link_seconds(rounds: Iterable[Iterable[Moved]], on: Link | Clock) -> list[fl
 
     Args:
         rounds: the exchanges of each round.
-        on: what to time them on: a link that all clients have, or a clock, as `Fleet.clock` makes it.
+        on: what to time them on: a clock, as `Fleet.clock` makes it; or a link that all clients have, for transmission
+            alone: a round lasts until the last byte of its slowest client, whose reply may be lost or late, as these
+            bytes are sent all the same.
     """
-    clock = on if isinstance(on, Clock) else Clock(lambda client: on)
+    if isinstance(on, Link):
+        return list(accumulate(max(map(on.seconds, exchanges), default=0.0) for exchanges in rounds))
     times = []
     for exchanges in rounds:
-        clock.end_round(exchanges)
-        times.append(clock.now)
+        on.end_round(exchanges)
+        times.append(on.now)
     return times
 
 
-def joules(rounds: Iterable[Iterable[Moved]], link: Link) -> float:
-    """Energy that a run's exchanges take at the radios of all clients together, had they been on this link."""
-    return math.fsum(link.joules(exchange) for exchanges in rounds for exchange in exchanges)
+def joules(rounds: Iterable[Iterable[Moved]], on: Link | Callable[[int], Link | None]) -> float:
+    """Energy that a run's exchanges take at the radios of all clients together.
+
+    Args:
+        rounds: the exchanges of each round.
+        on: a link that all clients have, or the link of each client; those without one count as nothing.
+    """
+    link_of = (lambda client: on) if isinstance(on, Link) else on
+    moved = ((link_of(exchange.client), exchange) for exchanges in rounds for exchange in exchanges)
+    return math.fsum(link.joules(exchange) for link, exchange in moved if link is not None)

@@ -44,8 +44,10 @@ class ByRound:
 
     Attributes:
         round: its number, from 1 on.
-        payload_up, payload_down: bytes of all uploads and downloads.
-        wire_up, wire_down: estimated bytes on all links, Flower's transport included.
+        payload_up: bytes of the uploads that arrived; those of lost and late replies are not among them.
+        payload_down: bytes of all messages to clients, those that absent clients never got among them.
+        wire_up, wire_down: estimated bytes on all links, Flower's transport included: the sums of `Exchange`. Lost and
+            late replies are sent, so they count; absent clients send and get nothing.
         failures: clients that were asked and delivered nothing usable.
         nmse: quantization error of one upload against the true update; None where it was not measured.
         residual: mean length of the uploading clients' residuals, in lengths of their updates; None without feedback
@@ -67,7 +69,8 @@ class RunResult:
     """One method with one seed.
 
     Attributes:
-        accuracy_curve: round, payload bytes uploaded so far and accuracy of every evaluation.
+        accuracy_curve: round, payload bytes that have arrived so far and accuracy of every evaluation.
+        payload_bytes_up, payload_bytes_down: over all rounds, see ByRound.
         seconds: that it took; not part of the results file.
         stats: of every tensor and upload, if the run was monitored; not part of the results file.
         messages: train messages to clients.

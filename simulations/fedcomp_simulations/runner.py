@@ -167,7 +167,7 @@ def to_result(
             round=tuple(entry.round for entry in rounds),
             payload_up=tuple(entry.bytes_up for entry in rounds),
             payload_down=tuple(entry.bytes_down + entry.bytes_down_evaluate for entry in rounds),
-            wire_up=tuple(entry.wire_up for entry in rounds),
+            wire_up=tuple(sum(each.wire_up for each in asked) for asked in last.exchanges),
             wire_down=tuple(sum(each.wire_down for each in asked) for asked in last.exchanges),
             failures=tuple(entry.failures for entry in rounds),
             nmse=tuple(losses.nmse.get(entry.round) for entry in rounds),

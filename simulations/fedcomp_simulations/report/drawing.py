@@ -48,6 +48,7 @@ RC: dict[Any, Any] = {
 }
 _DRAWN = re.compile(rb"<path [^>]*>")
 _LONG = re.compile(rb"(\.[0-9]{2})[0-9]+")  # hundredths of a point are enough
+_NO_XML = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 _SECONDS = (1, 10, 60, 600, 3600, 6 * 3600, 86_400, 7 * 86_400, 30 * 86_400, 365 * 86_400)
 _TIME_NAMES = ("1 s", "10 s", "1 min", "10 min", "1 h", "6 h", "1 day", "1 week", "30 days", "1 year")
 
@@ -198,7 +199,7 @@ def as_svg(figure: Figure, name: str) -> bytes:
     page = io.BytesIO()
     with matplotlib.rc_context(RC | {"svg.hashsalt": hashlib.sha256(name.encode()).hexdigest()[:8]}):
         figure.savefig(page, format="svg", metadata={"Date": None, "Creator": None})
-    return _DRAWN.sub(lambda path: _LONG.sub(rb"\1", path[0]), page.getvalue())
+    return _DRAWN.sub(lambda path: _LONG.sub(rb"\1", path[0]), _NO_XML.sub(b"", page.getvalue()))
 
 
 def as_png(figure: Figure) -> bytes:

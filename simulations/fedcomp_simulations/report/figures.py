@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from fedcomp_clients.files import replacing
-from fedcomp_simulations.links import Link
 from fedcomp_simulations.report import drawing
 from fedcomp_simulations.report.drawing import Style
 from fedcomp_simulations.report.targets import Target
+from fedcomp_simulations.report.timing import OWN, Timed
 from fedcomp_simulations.report.views import Floats, MethodView, TaskView, view_task
 from fedcomp_simulations.report.words import delay, link_name, named_links, percent, rate
 from fedcomp_simulations.results import Results
@@ -120,7 +120,7 @@ def _lowest(views: Sequence[MethodView]) -> float:
 def _accuracy_axis(axes: Axes, views: Sequence[MethodView], target: Target | None) -> None:
     low = _lowest(views)
     high = max(100 * float(view.mean.max()) for view in views)
-    axes.set_ylim(low, high + 0.1 * (high - low))
+    axes.set_ylim(low, max(high + 0.1 * (high - low), low + 1))
     axes.set_ylabel("test accuracy, %")
     if target is not None:
         axes.axhline(100 * target.accuracy, color="#bb2222", linewidth=0.8, linestyle=(0, (4, 3)), zorder=1.5)
@@ -190,7 +190,9 @@ def _alt(what: str, shown: Sequence[MethodView]) -> str:
 def _payload(view: TaskView, target: Target | None) -> Picture:
     made = _curves(view, target, lambda each: each.payload, _finish_bytes("uploaded by all clients together, payload"))
     figure, shown = made or (drawing.new_axes()[0], [])  # a picture even if nothing was uploaded
-    caption = "Bytes of the uploads themselves, all clients and rounds together. Further left is cheaper." + _note(view)
+    caption = "Bytes of the uploads that arrived, all clients and rounds together. Further left is cheaper." + _note(
+        view
+    )
     return _finish(
         figure,
         f"{view.slug}-payload",
@@ -246,13 +248,32 @@ def _links(view: TaskView, target: Target) -> Iterator[Picture]:
                 made[0],
                 f"{view.slug}-time-{link.name}",
                 f"Accuracy against time on {link_name(link)}",
-                f"Transmission alone, if every client had {rate(link.up_bps)} up, {rate(link.down_bps)} down and "
-                f"{delay(link.rtt_s)} a round trip. Training takes its time besides.",
-                _alt(f"Line chart: test accuracy against transmission time on {link_name(link)}, logarithmic", made[1]),
+                time_caption(link),
+                _alt(f"Line chart: test accuracy against time on {link_name(link)}, logarithmic", made[1]),
             )
 
 
-def _seconds_on(link: Link) -> Callable[[MethodView], Floats | None]:
+def time_caption(timed: Timed) -> str:
+    """What counts in a figure over time."""
+    if timed.name != OWN:
+        (link,) = timed.links
+        clients = "as every client has" if timed.own else "if every client had"
+        return (
+            f"Transmission alone, {clients} {rate(link.up_bps)} up, {rate(link.down_bps)} down and "
+            f"{delay(link.rtt_s)} a round trip. Training takes its time besides."
+        )
+    assert timed.fleet is not None
+    named = [f"{100 * share:.3g} % of the clients on {link_name(link)}" for link, share in timed.fleet.mix]
+    where = ", ".join(named) if len(named) > 1 else "".join(f"All clients on {link_name(link)}" for link in timed.links)
+    parts = [where or "Bytes take no time, as no link is set", f"{timed.fleet.compute_s:g} s of training a round"]
+    if timed.fleet.stragglers:
+        parts.append(f"{timed.fleet.slowdown:g} times as long for {100 * timed.fleet.stragglers:.3g} % of the clients")
+    if timed.fleet.deadline_s < math.inf:
+        parts.append(f"a round ends after {timed.fleet.deadline_s:g} s, and lasts as long if a reply is missing")
+    return f"{'; '.join(parts)}."
+
+
+def _seconds_on(link: Timed) -> Callable[[MethodView], Floats | None]:
     return lambda each: each.seconds.get(link.name)
 
 

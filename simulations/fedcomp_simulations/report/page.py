@@ -34,7 +34,8 @@ _GLOSSARY = (
     (
         "link time",
         "Time of transmission, from those bytes and the rates and round trips of a link: in each round until the "
-        "slowest client is done. No training, no waiting for coverage, no sleep between rounds, no lost packets.",
+        "slowest client is done. No training, no waiting for coverage, no sleep between rounds, no lost packets. On an "
+        "experiment's own links, the training times and deadlines of its settings count as well.",
     ),
     ("seed", "A repetition with other random numbers: other clients take part, the model starts elsewhere."),
     ("±", "Standard deviation over seeds. Differences that are not larger than it mean little."),
@@ -208,8 +209,8 @@ def _methods(chapter: Chapter) -> list[Markup]:
 
 
 def _links(chapter: Chapter) -> list[Markup]:
-    links = {link.name: link for section in chapter.sections for link in section.view.links}
-    return [tables.link_facts(list(links.values()))] if links else []
+    links = {link: None for section in chapter.sections for timed in section.view.links for link in timed.links}
+    return [tables.link_facts(list(links))] if links else []
 
 
 def _varied(chapter: Chapter) -> str:

@@ -8,6 +8,7 @@ from fedcomp_simulations.config import to_config
 from fedcomp_simulations.links import Link
 from fedcomp_simulations.report.markup import Markup, join, tag
 from fedcomp_simulations.report.targets import Target, reached
+from fedcomp_simulations.report.timing import OWN, Timed
 from fedcomp_simulations.report.views import MethodView, TaskView
 from fedcomp_simulations.report.words import (
     delay,
@@ -23,6 +24,7 @@ from fedcomp_simulations.summary import format_bytes
 NONE = "–"  # noqa: RUF001
 NO_BREAK = "\u2011"  # a hyphen
 NOT_REACHED = "not reached"
+_JOULES = (("MJ", 1e6), ("kJ", 1e3), ("J", 1.0))
 
 
 def comparison(view: TaskView) -> Markup:
@@ -49,7 +51,7 @@ def comparison(view: TaskView) -> Markup:
         "Marked: no other method is more accurate for about as few bytes."
     )
     if not full:
-        caption += " * against 4 bytes per parameter, as no float32 run was made."
+        caption += " * against 4 bytes per parameter, as no float32 upload arrived."
     return sheet("Accuracy and size", caption, ["method", *heads], rows)
 
 
@@ -80,7 +82,7 @@ def costs(view: TaskView, target: Target) -> Markup:
 
 
 def times(view: TaskView, target: Target) -> Markup:
-    """Time of transmission until the target on every link; nothing if none was recorded."""
+    """Time until the target on every link, and energy where a link knows it; nothing if none was recorded."""
     if not view.links:
         return Markup()
     rows = []
@@ -89,17 +91,62 @@ def times(view: TaskView, target: Target) -> Markup:
         cells = [NONE if at is None else _time(each, at, link) for link in view.links]
         rows.append((_name(each), cells, each in view.front))
     heads = ["method", *(link_name(link).replace("-", NO_BREAK) for link in view.links)]
-    caption = "As if all clients were on this link. Transmission alone: no training, no waiting."
-    return sheet(f"Time on each link to reach {target.words}", caption, heads, rows)
+    caption = (
+        "As if all clients were on this link: a round lasts until the last byte of its slowest client, whose reply may "
+        "be lost or late. Transmission alone: no training, no deadline, no waiting for clients that are absent."
+    )
+    if view.links[0].name == OWN:
+        caption += (
+            " But on the experiment's own links, clients have theirs, training takes the time that is set, and the "
+            "server waits for missing replies until its deadline."
+        )
+    elif view.links[0].own:
+        caption += f" The experiment's own is {link_name(view.links[0])}."
+    return join(sheet(f"Time on each link to reach {target.words}", caption, heads, rows), _energy(view, target))
+
+
+def _energy(view: TaskView, target: Target) -> Markup:
+    """Energy of bytes until the target and to the end, of all clients and of one; nothing if no link knows it."""
+    known = [link for link in view.links if link.knows_energy]
+    if not known:
+        return Markup()
+    heads, clients = ["method"], max(view.task.clients, 1)
+    for link in known:
+        name = link_name(link).replace("-", NO_BREAK)
+        heads += [f"{name}, to the target", "a client", f"{name}, whole run", "a client"]
+    rows = []
+    for each in view.methods:
+        at = reached(each, target) if each.uploads else None
+        cells = []
+        for link in known:
+            total = each.joules.get(link.name)
+            for joules in (None if total is None or at is None else total[at], None if total is None else total[-1]):
+                cells += [NONE, NONE] if joules is None else [format_joules(joules), format_joules(joules / clients)]
+        rows.append((_name(each), cells, each in view.front))
+    caption = (
+        "What the bytes take at the radios of all clients together, and of one on average: bytes times joules per "
+        "byte, for each direction that the link has a figure for. Waking up, listening and waiting come besides."
+    )
+    return sheet(f"Energy of transmission to reach {target.words}", caption, heads, rows)
+
+
+def format_joules(joules: float) -> str:
+    """Write an energy with its unit."""
+    unit, factor = next(((unit, factor) for unit, factor in _JOULES if joules >= 0.9995 * factor), ("mJ", 1e-3))
+    number = joules / factor
+    return f"{number:,.0f} {unit}" if number >= 99.95 else f"{number:.3g} {unit}"
 
 
 def link_facts(links: Sequence[Link]) -> Markup:
     """The rates behind the times."""
-    heads = ["link", "up", "down", "round trip", "source"]
-    rows = [
-        (tag("span", link_name(link)), [rate(link.up_bps), rate(link.down_bps), delay(link.rtt_s), link.source], False)
-        for link in links
-    ]
+    heads = ["link", "up", "down", "round trip", "energy of a byte up, down", "source"]
+    rows = []
+    for link in links:
+        energy = ", ".join(
+            format_joules(joules) if joules else NONE for joules in (link.up_j_per_byte, link.down_j_per_byte)
+        )
+        cells = [rate(link.up_bps), rate(link.down_bps), delay(link.rtt_s), energy, link.source or "the experiment"]
+        rows.append((tag("span", link_name(link)), cells, False))
     return sheet("Links", "", heads, rows, kind="settings")
 
 
@@ -169,7 +216,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _time(view: MethodView, at: int, link: Link) -> str:
+def _time(view: MethodView, at: int, link: Timed) -> str:
     seconds = view.seconds.get(link.name)
     return NONE if seconds is None else format_duration(float(seconds[at]))
 

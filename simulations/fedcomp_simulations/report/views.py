@@ -1,7 +1,7 @@
 """The curves behind a report: each method of a task over its evaluations, mean over seeds."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import FedcompError
-from fedcomp_simulations.links import PRESETS, Link, link_seconds
+from fedcomp_simulations.report.timing import Timed, timed_on
 from fedcomp_simulations.results import ByRound, Results, RunResult, Task
 from fedcomp_simulations.summary import Summary, summarize
 
@@ -30,10 +30,11 @@ class MethodView:
         number: its place among the methods, from 1 on; stands for its name in figures.
         rounds: that all its runs have evaluated, (points,).
         accuracy: from 0 to 1, (seeds, points).
-        payload: bytes uploaded by all clients until then, (points,).
+        payload: bytes of uploads that have arrived until then, of all clients, (points,).
         wire_up, wire: estimated bytes on all links until then, uplinks alone and both ways, (points,); None if not
             recorded.
-        seconds: by name of the link: transmission time until then, (points,); empty if not recorded.
+        seconds: by name of what they are timed on: time until then, (points,); empty if not recorded.
+        joules: the same: energy of all clients' bytes until then, (points,); only where a link knows it.
         nmse, residual: by round, mean over seeds, (rounds,), NaN where there is none; None if there is none at all.
     """
 
@@ -46,6 +47,7 @@ class MethodView:
     wire_up: Floats | None
     wire: Floats | None
     seconds: Mapping[str, Floats]
+    joules: Mapping[str, Floats]
     nmse: Floats | None
     residual: Floats | None
 
@@ -95,6 +97,7 @@ class TaskView:
         title: to be shown, such as "mnist-mlp, alpha=0.1".
         slug: of its anchors and files.
         methods: in the order they were listed; empty if no run has finished.
+        links: that there are times for: the experiment's own first, if it has any, then presets.
     """
 
     title: str
@@ -102,6 +105,7 @@ class TaskView:
     task: Task
     results: Results
     methods: tuple[MethodView, ...]
+    links: tuple[Timed, ...]
 
     @property
     def reference(self) -> MethodView | None:
@@ -120,22 +124,18 @@ class TaskView:
         """Of all runs."""
         return tuple(sorted({run.seed for run in self.results.runs}))
 
-    @property
-    def links(self) -> tuple[Link, ...]:
-        """The presets that there are times for."""
-        recorded = {name for view in self.methods for name in view.seconds}
-        return tuple(link for link in PRESETS.values() if link.name in recorded)
-
 
 def view_task(title: str, slug: str, task: Task, results: Results) -> TaskView:
     """Work a task out. Raises FedcompError if its runs cannot have come from a simulation."""
     for run in results.runs:
-        _check(run)
-    groups = results.by_method()
-    views = (
-        _view(number, summary, groups[summary.method]) for number, summary in enumerate(_summaries(results), start=1)
+        _check(run, task)
+    groups, timed = results.by_method(), timed_on(task)
+    views = tuple(
+        _view(number, summary, groups[summary.method], timed)
+        for number, summary in enumerate(_summaries(results), start=1)
     )
-    return TaskView(title, slug, task, results, tuple(views))
+    recorded = {name for view in views for name in view.seconds}
+    return TaskView(title, slug, task, results, views, tuple(each for each in timed if each.name in recorded))
 
 
 def _beats(a: Summary, b: Summary) -> bool:
@@ -149,7 +149,7 @@ def _summaries(results: Results) -> list[Summary]:
     return summarize(results) if results.runs else []
 
 
-def _check(run: RunResult) -> None:
+def _check(run: RunResult, task: Task) -> None:
     where = f"run of {run.method.name!r} with seed {run.seed}"
     if not run.accuracy_curve:
         raise FedcompError(f"{where}: expected at least one evaluation, got none; run the experiment again")
@@ -159,9 +159,12 @@ def _check(run: RunResult) -> None:
     lengths = {len(entries) for entries in vars(history).values()}
     if len(lengths) > 1:
         raise FedcompError(f"{where}: by_round: expected lists of one length, got {sorted(lengths)}")
+    strangers = {each.client for asked in run.exchanges for each in asked if not 0 <= each.client < task.clients}
+    if strangers:
+        raise FedcompError(f"{where}: exchanges: expected clients from 0 to {task.clients - 1}, got {min(strangers)}")
 
 
-def _view(number: int, summary: Summary, runs: list[RunResult]) -> MethodView:
+def _view(number: int, summary: Summary, runs: list[RunResult], timed: Sequence[Timed]) -> MethodView:
     rounds = sorted(set.intersection(*({point[0] for point in run.accuracy_curve} for run in runs)))
     points = [{number: (sent, accuracy) for number, sent, accuracy in run.accuracy_curve} for run in runs]
     if not rounds:
@@ -177,7 +180,8 @@ def _view(number: int, summary: Summary, runs: list[RunResult]) -> MethodView:
         payload=np.mean([[float(by_round[r][0]) for r in rounds] for by_round in points], axis=0),
         wire_up=_wire(runs, rounds, lambda history: [history.wire_up]) if wired else None,
         wire=_wire(runs, rounds, lambda history: [history.wire_up, history.wire_down]) if wired else None,
-        seconds={link.name: _seconds(runs, rounds, link) for link in PRESETS.values()} if exchanged else {},
+        seconds={each.name: _summed(runs, rounds, each.seconds) for each in timed if exchanged},
+        joules={each.name: _summed(runs, rounds, each.joules) for each in timed if exchanged and each.knows_energy},
         nmse=_history([run.by_round.nmse for run in runs]),
         residual=_history([run.by_round.residual for run in runs]),
     )
@@ -193,11 +197,11 @@ def _wire(runs: list[RunResult], rounds: list[int], pick: Callable[[ByRound], li
     return mean
 
 
-def _seconds(runs: list[RunResult], rounds: list[int], link: Link) -> Floats:
-    """Seconds of transmission until each of the rounds, mean over runs, (points,)."""
+def _summed(runs: list[RunResult], rounds: list[int], running: Callable[[RunResult], list[float]]) -> Floats:
+    """A run's total after each round, here at each of the rounds, mean over runs, (points,)."""
     totals = []
     for run in runs:
-        until = np.array(link_seconds(run.exchanges, link), np.float64)
+        until = np.array(running(run), np.float64)
         totals.append(_until(until, np.arange(1, len(until) + 1), rounds))
     mean: Floats = np.mean(totals, axis=0)
     return mean

@@ -9,6 +9,7 @@ import numpy as np
 from fedcomp_simulations.links import Link
 from fedcomp_simulations.report.markup import Markup, fill, join, tag
 from fedcomp_simulations.report.targets import Target, reached
+from fedcomp_simulations.report.timing import OWN, Timed
 from fedcomp_simulations.report.views import ABOUT, MethodView, TaskView
 from fedcomp_simulations.summary import format_bytes
 
@@ -18,12 +19,13 @@ NEAR = 0.5
 NO_BREAK = "\u00a0"  # a space
 
 LINKS = ("nb-iot", "lte-m", "dsl")
-"""Links that figures and sentences are about; one table has them all."""
+"""Links that figures and sentences are about, besides the experiment's own; one table has them all."""
 
 NAMED = 5
 """Methods that a sentence names at most."""
 
 LINK_NAMES = {
+    OWN: "the experiment's own links",
     "nb-iot": "NB-IoT",
     "lte-m": "LTE-M",
     "lte-m-half": "LTE-M, half duplex",
@@ -65,14 +67,14 @@ def size(nbytes: float) -> str:
     return format_bytes(nbytes).replace(" ", NO_BREAK)
 
 
-def link_name(link: Link) -> str:
+def link_name(link: Link | Timed) -> str:
     """The name of a link as people write it."""
     return LINK_NAMES.get(link.name, link.name)
 
 
-def named_links(view: TaskView) -> list[Link]:
-    """Those of LINKS that there are times for."""
-    return [link for link in view.links if link.name in LINKS]
+def named_links(view: TaskView) -> list[Timed]:
+    """The experiment's own links and those of LINKS, if there are times for them."""
+    return [link for link in view.links if link.own or link.name in LINKS]
 
 
 def rate(bps: float) -> str:
@@ -282,14 +284,16 @@ def _on_links(view: TaskView, target: Target) -> list[Markup]:
     text = "Until {} is reached, {}."
     if not times:
         return [fill(text, target.words, rounds)]
+    if view.links[0].name == OWN:
+        text += f" That takes {times.pop(0)}, with training and deadlines as they are set."
     return [
         fill(text + " Transmission alone takes {}.", target.words, rounds, ", ".join(times)),
         fill("Quickest to get there: {}.", _listed(quickest, len(quickest))),
     ]
 
 
-def _time(view: MethodView, target: Target, link: Link) -> float | None:
-    """Seconds of transmission until the target; None if it is not reached, or times are not recorded."""
+def _time(view: MethodView, target: Target, link: Timed) -> float | None:
+    """Seconds until the target; None if it is not reached, or times are not recorded."""
     at = reached(view, target)
     return None if at is None or link.name not in view.seconds else float(view.seconds[link.name][at])
 
