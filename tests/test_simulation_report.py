@@ -191,3 +191,10 @@ def test_tables_of_a_grid_say_which_point_they_are_of() -> None:
     runs = [replace(run, task="lr=[1]") for run in BOTH.runs]
     assert "task [lr=[1]]: 1,000 parameters" in render(make_results(*runs))
     assert "task: 1,000 parameters" in render(BOTH)
+
+
+def test_the_first_plain_float32_is_the_twin() -> None:
+    other = Method("again", "float32", downlink="plain")
+    told = make_results(*BOTH.runs, make_run(other, 0, 0.5, 4000), make_run(other, 1, 0.5, 4000))
+    assert [summary.points for summary in summarize(told)][1] == pytest.approx((-1.0, -3.0))
+    assert not Method("x", "float32", norm_cap=1.0).uncompressed

@@ -1,6 +1,7 @@
 """Grids: which experiments and methods a file stands for, and what is said about mistakes in it."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -139,3 +140,9 @@ def test_values_that_look_alike_are_points_of_their_own() -> None:
 def test_float32_is_the_twin_whatever_becomes_of_small_tensors() -> None:
     (point,) = parse(BASE, "methods.gentle_share=0.1", "methods.min_size=0").points
     assert [method.uncompressed for method in point.experiment.methods] == [True, False]
+
+
+def test_a_byte_order_mark_does_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "base.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + BASE.encode())
+    assert load_study(str(path)) == parse(BASE)

@@ -221,3 +221,19 @@ def test_runs_on_data_that_changed_meanwhile_are_not_kept(run: RunResult, tmp_pa
     np.savez("own.npz", x=rng.random((90, 4), np.float32), y=np.arange(90) % 3)
     with pytest.raises(ConfigError, match=r"'own.npz' has changed while runs were made on it; run the same"):
         store.save(job, run)
+
+
+def test_data_that_changed_are_read_again_in_the_same_process() -> None:
+    rng = np.random.default_rng(0)
+    own = replace(TINY, dataset="own.npz", clients=3, rounds=4, batch=5, methods=TINY.methods[:1])
+    curves = []
+    for classes in (3, 2):
+        np.savez("own.npz", x=rng.random((60, 4), np.float32), y=np.arange(60) % classes)
+        (made,) = sweep.run_experiment(own).runs
+        curves.append(made.accuracy_curve)
+    assert curves[0] != curves[1]
+
+
+def test_engines_keep_their_runs_beside_each_other(tmp_path: Path) -> None:
+    paths = {RunStore(tmp_path, engine, versions()).path(JOB) for engine in ("inprocess", "ray")}
+    assert len(paths) == 2

@@ -172,7 +172,7 @@ class _Evaluation:
 
 def accuracy_of(experiment: Experiment, seed: int, arrays: ArrayRecord) -> float:
     """Return the share of test samples, or of all their positions, that the model classifies correctly."""
-    x, y = _test_samples(experiment.dataset, seed)
+    x, y = _test_samples(experiment.dataset, datasets.stamp(experiment.dataset), seed)
     model = _model(experiment, arrays).eval()
     correct = 0
     with torch.inference_mode():
@@ -230,6 +230,7 @@ def client_samples(experiment: Experiment, seed: int) -> list[tuple[Tensor, Tens
     """The training samples of each client. Raises FedcompError if the data are missing or cannot be split like this."""
     return _split(
         experiment.dataset,
+        datasets.stamp(experiment.dataset),
         experiment.partition,
         experiment.clients,
         experiment.alpha,
@@ -248,6 +249,7 @@ def _frozen(value: object) -> object:
 @lru_cache(maxsize=2)  # a process runs one seed at a time
 def _split(
     dataset: str,
+    files: object,
     kind: str,
     clients: int,
     alpha: float,
@@ -256,7 +258,8 @@ def _split(
     options: tuple[tuple[str, object], ...],
     seed: int,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Cut the training samples into one pair of tensors for each client."""
+    """Cut the training samples into one pair of tensors for each client; other files are another key."""
+    del files
     data = datasets.load(dataset, seed)
     parts = partition(
         kind,
@@ -273,6 +276,7 @@ def _split(
 
 
 @lru_cache(maxsize=1)
-def _test_samples(dataset: str, seed: int) -> tuple[Tensor, Tensor]:
+def _test_samples(dataset: str, files: object, seed: int) -> tuple[Tensor, Tensor]:
+    del files  # they are a part of the key
     data = datasets.load(dataset, seed)
     return torch.from_numpy(data.test_x.copy()), torch.from_numpy(data.test_y.copy())  # copies are writable

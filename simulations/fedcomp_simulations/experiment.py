@@ -98,7 +98,8 @@ class Method:
     def uncompressed(self) -> bool:
         """Whether this is the plain float32 upload that others are compared with; small tensors are plain anyway."""
         plain = self.feedback == "none" and self.downlink in ("pack", "plain") and not self.strategy
-        return plain and not self.average and Schedule.parse(self.codec) == Schedule.parse("float32")
+        alone = not self.average and self.norm_cap <= 0
+        return plain and alone and Schedule.parse(self.codec) == Schedule.parse("float32")
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,8 @@ class RunStore:
                 return None
             stats = tuple(TensorStats(**entry) for entry in value["stats"])
             return replace(RunResult.from_json(value["run"]), seconds=float(value["seconds"]), stats=stats)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError):
-            return None  # not there, or damaged: then it is made again
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None  # not there, or damaged: then it is made again (a ConfigError is a ValueError)
 
     def save(self, job: Job, run: RunResult) -> None:
         """Keep a run. Raises OSError if that cannot be done; then what was there is as it was.
@@ -78,7 +78,7 @@ class RunStore:
 
     def path(self, job: Job) -> Path:
         """Where a run is kept: its name says the method and the seed, and a digest all of its settings."""
-        text = json.dumps(settings_of(job), sort_keys=True)
+        text = json.dumps([self._made_by["engine"], settings_of(job)], sort_keys=True)
         words = re.sub(r"[^A-Za-z0-9.]+", "-", f"{job.task} {job.method.name}").strip("-")[:80]
         return self.folder / f"{words}-{job.seed}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 

@@ -89,7 +89,7 @@ def load_study(name_or_path: str, changes: Sequence[str] = (), grid: Sequence[st
     if not path.is_file():
         raise ConfigError(f"unknown experiment {name_or_path!r}: no such file, and shipped are {', '.join(shipped())}")
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")  # Windows' editors begin files with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     return parse_study(text, name=path.stem, source=str(path), changes=changes, grid=grid)

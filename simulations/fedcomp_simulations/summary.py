@@ -26,7 +26,8 @@ class Summary:
 def summarize(results: Results) -> list[Summary]:
     """Compare the methods of an experiment, in the order they were listed."""
     groups = results.by_method()
-    twins = {run.seed: run for method, runs in groups.items() if method.uncompressed for run in runs}
+    twin = next((method for method in groups if method.uncompressed), None)
+    twins = {run.seed: run for run in groups.get(twin, [])} if twin is not None else {}
     reference = _mean_payload(twins.values()) or 4.0 * results.parameters
     return [_summary(method, runs, twins, reference) for method, runs in groups.items()]
 

@@ -80,12 +80,12 @@ def load(name: str, seed: int = 0) -> Dataset:
     check_name(name)
     if name in _LOADERS:
         return _load(name, seed if name in SEEDED else 0)
-    return _load_own(name, Path.cwd())
+    return _load_own(name, Path.cwd(), stamp(name))
 
 
 def fingerprint(name: str) -> str:
     """A digest of data of the user's own, which may become others by the same name; "" for those inside packages."""
-    return "" if name in _LOADERS else _digest(name, Path.cwd())
+    return "" if name in _LOADERS else _digest(name, Path.cwd(), stamp(name))
 
 
 def stamp(name: str) -> tuple[tuple[str, int, int], ...]:
@@ -102,15 +102,15 @@ def _load(name: str, seed: int) -> Dataset:
 
 
 @lru_cache(maxsize=2)
-def _load_own(name: str, folder: Path) -> Dataset:
-    """Read what the user has; a relative path starts at the given current folder."""
-    del folder
+def _load_own(name: str, folder: Path, files: object) -> Dataset:
+    """Read what the user has; a relative path starts at the given current folder, and files may have changed since."""
+    del folder, files
     return _read_only(next(read for fits, read in _OWN if fits(name))(name))
 
 
 @lru_cache(maxsize=8)
-def _digest(name: str, folder: Path) -> str:
-    data, digest = _load_own(name, folder), sha256()
+def _digest(name: str, folder: Path, files: object) -> str:
+    data, digest = _load_own(name, folder, files), sha256()
     for array in _arrays(data):
         digest.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
     return digest.hexdigest()[:16]
