@@ -12,6 +12,7 @@ from fedcomp_simulations.report.page import Chapter, Section, page
 from fedcomp_simulations.report.targets import check_target, target_of
 from fedcomp_simulations.report.views import view_task
 from fedcomp_simulations.results import Results, load_results
+from fedcomp_simulations.saving import naming
 
 RESULTS, PAGE, FIGURES = "results.json", "report.html", "figures"
 _MODE = 0o644
@@ -97,5 +98,5 @@ def _slugs(names: Sequence[str]) -> list[str]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    with replacing(path, _MODE) as file:
+    with naming(path), replacing(path, _MODE) as file:
         file.write(data)
