@@ -400,6 +400,12 @@ def test_about_as_many_bytes_are_said_to_be_so() -> None:
     assert "and 10 kB with float32: 2 times as many." in said(view_of(make_results(make_run(FLOAT32), costly)))
 
 
+def test_a_float32_that_moved_nothing_is_not_compared_by_bytes() -> None:
+    silent = make_run(FLOAT32, per_upload=0, outcome="absent")
+    silent = replace(silent, exchanges=tuple((replace(e[0], wire_up=0, wire_down=0),) for e in silent.exchanges))
+    assert "Counting downloads" not in said(view_of(make_results(silent, make_run(SIGN))))
+
+
 def test_the_noise_of_comparisons_is_that_of_points() -> None:
     runs = [make_run(FLOAT32, 0), make_run(FLOAT32, 9), make_run(SIGN, 0), make_run(SIGN, 9, final=0.891)]
     text = said(view_of(make_results(*runs)))  # 9 points apart, but against float32 -1.0 and -0.9
@@ -428,6 +434,11 @@ def test_figures_are_sound_whatever_accuracies_and_names_are() -> None:
     view = view_of(make_results(make_run(FLOAT32, final=0.0), make_run(odd, final=0.0)))
     for picture in draw_task(view, Target(0.5, "0.5"), short=True):
         assert "sign" in "".join(ElementTree.fromstring(picture.svg).itertext())
+
+
+def test_names_that_are_no_utf8_do_not_stop_the_page(tmp_path: Path) -> None:
+    results = make_results(make_run(SIGN, per_upload=0, outcome="failed"), experiment="caf\udce9")
+    assert "caf?: which upload" in read(write_report(save_results(results, tmp_path))).text
 
 
 def test_nothing_good_enough_is_said_with_the_closest() -> None:

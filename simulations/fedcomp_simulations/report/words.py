@@ -283,7 +283,7 @@ def _all_bytes(view: TaskView, target: Target) -> list[Markup]:
     if best is None or reference is None:
         return []
     own, full = best.per_exchange(), reference.per_exchange()
-    if own is None or full is None or sum(own) <= 0:
+    if own is None or full is None or sum(own) <= 0 or sum(full) <= 0:
         return []
     return [
         fill(

@@ -44,7 +44,7 @@ def write_report(folder: Path, target: str | float | None = None, out: Path | No
     (out / FIGURES).mkdir(parents=True, exist_ok=True)
     for picture in (picture for chapter in chapters for picture in _pictures(chapter)):
         _write(out / FIGURES / f"{picture.name}.png", picture.png)
-    _write(out / PAGE, page(chapters).encode())
+    _write(out / PAGE, page(chapters).encode("utf-8", "replace"))  # names of files may be no UTF-8
     return out / PAGE
 
 
