@@ -5,15 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from report_data import SIGN, bare, make_results, make_run
 
 import fedcomp
 from fedcomp import Plan, Sign, compress
-from fedcomp_simulations import simulating
+from fedcomp_simulations import saving, simulating
 from fedcomp_simulations.cli import main
 from fedcomp_simulations.results import Results
 from fedcomp_simulations.study import Study
@@ -118,7 +120,9 @@ def test_options_change_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = "simulate tiny.toml --rounds 7 --seeds 0,4,7 --codec sign+ef --codec int8 --workers 3 --out there"
     assert main(arguments.split()) == 130
     assert main(["simulate", "mnist-cnn", "--seeds", "2"]) == 130
-    (one, workers), (other, none) = seen
+    assert main(["simulate", "tiny.toml", "--seeds", "7,"]) == 130  # as a report says of a single seed other than 0
+    (one, workers), (other, none), (single, _) = seen
+    assert single.points[0].experiment.seeds == (7,)
     first, second = one.points[0].experiment, other.points[0].experiment
     assert (first.name, first.rounds, first.seeds, workers) == ("tiny", 7, (0, 4, 7), 3)
     methods = [(method.name, method.codec, method.feedback) for method in first.methods]
@@ -143,6 +147,8 @@ def test_options_change_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
         (["simulate", "--rounds", "0"], "rounds: expected at least 1, got 0"),
         (["simulate", "--rounds", "many"], "'many' is not a valid integer"),
         (["simulate", "--seeds", "x"], "--seeds: expected a count such as"),
+        (["simulate", "--seeds", ","], "--seeds: expected a count such as"),
+        (["simulate", "--seeds", "1,,2"], "--seeds: expected a count such as"),
         (["simulate", "--seeds", "0"], "seeds: expected one or more numbers from 0 on"),
         (["simulate", "--seeds", "1,1"], "seeds: 1 is there twice"),
         (["simulate", "--workers", "0"], "--workers: expected at least 1, got 0"),
@@ -185,6 +191,41 @@ def test_results_that_cannot_be_written_in_the_end_are_an_error(
     assert "No such file or directory" in errors
     rescued = Path(errors.rpartition(" ")[2].strip())
     assert len(json.loads(rescued.read_text())["runs"]) == 2
+
+
+def test_where_nothing_can_be_written_the_table_is_shown_and_the_file_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(simulating, "run", lambda *given, **options: make_results(bare(make_run(SIGN))))
+    monkeypatch.setattr(saving, "write_text", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(Path.cwd()))
+    assert main(["simulate", "tiny.toml", "--out", "there"]) == 1
+    shown = capsys.readouterr()
+    assert "sign + EF" in shown.out
+    assert shown.err == (
+        "fedcomp: cannot write there/results.json: No space left on device; "
+        "nor can the results be put where temporary files go: No space left on device\n"
+    )
+    assert not list(Path().glob("fedcomp-*"))
+
+
+def test_a_picture_that_cannot_be_written_is_named_and_the_report_is_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(results: Results, path: Path) -> None:
+        raise OSError(27, "File too large")
+
+    monkeypatch.setattr(simulating, "run", lambda *given, **options: make_results(bare(make_run(SIGN))))
+    monkeypatch.setattr(simulating, "save_plot", full)
+    assert main(["simulate", "tiny.toml", "--out", "there"]) == 1
+    shown = capsys.readouterr()
+    assert shown.err == "fedcomp: cannot write there/accuracy.png: File too large\n"
+    assert shown.out.endswith("report: there/report.html\nresults: there/results.json\n")
+    assert Path("there", "report.html").is_file()
 
 
 def test_warnings_are_shown_but_not_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -358,6 +358,61 @@ def test_without_float32_there_is_no_comparison_but_with_its_size() -> None:
     assert "times smaller* " in plain(tables.comparison(view))
 
 
+def test_a_float32_that_learned_nothing_is_no_measure() -> None:
+    view = view_of(make_results(make_run(FLOAT32, final=0.0), make_run(SIGN), make_run(TOPK)))
+    assert target_of(view, None) == Target(0.95 * 0.89, "95 % of the best method's accuracy")
+    text = said(view)
+    assert "200 B, 1/20 of float32's upload, at an accuracy of 89.0 %. float32 itself ends at an accuracy of 0" in text
+    assert ("89.0\u00a0%", "accuracy, with sign + EF") in words.tiles(view, target_of(view, None))
+    nobody = view_of(make_results(make_run(FLOAT32, final=0.0), make_run(SIGN, final=0.0)))
+    assert said(nobody).startswith("No compressed method has learned anything")
+    assert reached(nobody.methods[1], target_of(nobody, None)) is None
+
+
+def test_a_float32_that_never_uploaded_is_no_measure() -> None:
+    view = view_of(make_results(make_run(FLOAT32, per_upload=0, outcome="lost"), make_run(SIGN)))
+    text = said(view)
+    assert "200 B, 1/20 of 4 bytes per parameter, at an accuracy of 89.0 %. No float32 upload arrived" in text
+    assert words.tiles(view, target_of(view, None))[0] == ("1/20", "of 4 bytes per parameter")
+    assert "4 bytes per parameter, as no float32 upload arrived." in plain(tables.comparison(view))
+
+
+def test_only_the_same_seeds_are_compared() -> None:
+    view = view_of(make_results(make_run(FLOAT32, 0), make_run(SIGN, 1)))
+    text = said(view)
+    assert "1/20 of float32's upload, at an accuracy of 88.0 %. float32 was not run with the same seeds" in text
+    assert "Every compressed method" not in text
+    assert "No method was run with more than one seed" in text
+    some = view_of(make_results(make_run(FLOAT32, 0), make_run(SIGN, 1), make_run(AUTO, 0)))
+    assert "Every compressed method that shares seeds with float32 loses more than 0.5 points." in said(some)
+
+
+def test_without_compression_nothing_is_said_of_its_price() -> None:
+    text = said(view_of(make_results(make_run(FLOAT32))))
+    assert text.startswith("No method has shorter uploads than float32, so there is nothing to recommend.")
+    assert "Every compressed method" not in text
+
+
+def test_about_as_many_bytes_are_said_to_be_so() -> None:
+    slight = make_run(SIGN, per_upload=3500, final=0.9)  # of 9.5 kB in all instead of 10 kB
+    assert "and 10 kB with float32: about as many." in said(view_of(make_results(make_run(FLOAT32), slight)))
+    costly = replace(slight, exchanges=tuple((replace(e, wire_down=15_500),) for (e, _) in slight.exchanges))
+    assert "and 10 kB with float32: 2 times as many." in said(view_of(make_results(make_run(FLOAT32), costly)))
+
+
+def test_a_float32_that_moved_nothing_is_not_compared_by_bytes() -> None:
+    silent = make_run(FLOAT32, per_upload=0, outcome="absent")
+    silent = replace(silent, exchanges=tuple((replace(e[0], wire_up=0, wire_down=0),) for e in silent.exchanges))
+    assert "Counting downloads" not in said(view_of(make_results(silent, make_run(SIGN))))
+
+
+def test_the_noise_of_comparisons_is_that_of_points() -> None:
+    runs = [make_run(FLOAT32, 0), make_run(FLOAT32, 9), make_run(SIGN, 0), make_run(SIGN, 9, final=0.891)]
+    text = said(view_of(make_results(*runs)))  # 9 points apart, but against float32 -1.0 and -0.9
+    assert "differs by ± 6.3 points" in text
+    assert "the points against float32 differ by ± 0.1 between seeds (median), at most ± 0.1" in text
+
+
 def test_a_method_that_never_uploaded_is_named_and_left_out_of_the_figures(tmp_path: Path) -> None:
     silent = make_run(SIGN, per_upload=0, outcome="failed")
     view = view_of(make_results(make_run(FLOAT32), silent))
@@ -379,6 +434,11 @@ def test_figures_are_sound_whatever_accuracies_and_names_are() -> None:
     view = view_of(make_results(make_run(FLOAT32, final=0.0), make_run(odd, final=0.0)))
     for picture in draw_task(view, Target(0.5, "0.5"), short=True):
         assert "sign" in "".join(ElementTree.fromstring(picture.svg).itertext())
+
+
+def test_names_that_are_no_utf8_do_not_stop_the_page(tmp_path: Path) -> None:
+    results = make_results(make_run(SIGN, per_upload=0, outcome="failed"), experiment="caf\udce9")
+    assert "caf?: which upload" in read(write_report(save_results(results, tmp_path))).text
 
 
 def test_nothing_good_enough_is_said_with_the_closest() -> None:
@@ -505,12 +565,16 @@ def test_the_command_writes_where_it_is_told_to(tmp_path: Path, capsys: pytest.C
     assert [path.name for path in folder.iterdir()] == ["results.json"]
 
 
-def test_a_full_disk_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_old_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = save_results(make_results(bare(make_run(FLOAT32))), tmp_path)
     (tmp_path / "report.html").write_text("old")
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(write, "replacing", lambda path, mode: (_ for _ in ()).throw(full))
     assert main(["report", str(folder)]) == 1
+    first = tmp_path / "figures" / "task-front.png"
+    assert error(capsys) == f"fedcomp: cannot write {first}: No space left on device\n"
     assert (tmp_path / "report.html").read_text() == "old"
 
 

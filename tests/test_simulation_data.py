@@ -129,6 +129,12 @@ def test_files_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(datasets.load("own.npz").train_x) == 40  # relative to the current folder
 
 
+@pytest.mark.parametrize("name", ["~nosuch/own.npz", "idx:~nosuch/images"])
+def test_the_home_of_nobody_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"dataset '{name}': there is no home directory '~nosuch'"):
+        datasets.load(name)
+
+
 def test_runs_hang_on_the_content_of_a_file(tmp_path: Path) -> None:
     one, same, other = (tmp_path / f"{name}.npz" for name in ("one", "same", "other"))
     for path, y in ((one, Y), (same, Y), (other, Y[::-1])):

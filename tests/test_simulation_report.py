@@ -4,6 +4,7 @@ import json
 from dataclasses import fields, replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -90,6 +91,7 @@ def test_results_come_back_from_json(tmp_path: Path) -> None:
     [
         (None, "cannot read .*results.json: No such file"),
         ("{", "expected the results of fedcomp simulate, got no JSON"),
+        ("[" * 100_000, "expected the results of fedcomp simulate, got no JSON"),
         ("[]", "expected results in format 2, got none"),
         ('{"format": 1}', "expected results in format 2, got 1; write them again with fedcomp simulate"),
         ('{"format": 2}', "results are incomplete or damaged: KeyError"),
@@ -102,6 +104,35 @@ def test_files_that_hold_no_results_are_refused(content: str | None, message: st
         path.write_text(content)
     with pytest.raises(FedcompError, match=message):
         load_results(path)
+
+
+def replaced(value: Any, places: list[str | int], other: Any) -> Any:
+    """A copy of nested lists and tables with another value at one place."""
+    first, *rest = places
+    copy = value.copy()
+    copy[first] = replaced(value[first], rest, other) if rest else other
+    return copy
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "parameters", "experiment", "engine", "versions", "versions.numpy", "tasks.0.name", "tasks.0.clients",
+        "tasks.0.grid", "tasks.0.settings", "runs.0.task", "runs.0.seed", "runs.0.last", "runs.0.messages",
+        "runs.0.accuracy_curve.0.1", "runs.0.accuracy_curve.0.2", "runs.0.by_round.wire_up.0", "runs.0.by_round.nmse.0",
+        "runs.0.exchanges.0.0", "runs.0.exchanges.0.0.1", "runs.0.exchanges.0.0.4", "runs.0.warnings",
+    ],
+)  # fmt: skip
+def test_values_of_other_types_are_told_as_damage(place: str, tmp_path: Path) -> None:
+    rounds = ByRound((1,), (5,), (7,), (9,), (11,), (0,), (0.5,), (None,))
+    run = replace(make_run(SIGN, 0, 0.8, 125), by_round=rounds, exchanges=((Exchange(3, 9, 11, 5, "ok"),),))
+    whole = Results.of("task", [Task("", 1000, 20, 2)], [run], "inprocess", {"numpy": "2"}).to_json()
+    path = tmp_path / "results.json"
+    places: list[str | int] = [int(part) if part.isdigit() else part for part in place.split(".")]
+    for other in (True, [True], 10**400):
+        path.write_text(json.dumps(replaced(whole, places, other)))
+        with pytest.raises(FedcompError, match=r"results are incomplete or damaged: (Type|Value)Error: "):
+            load_results(path)
 
 
 def test_results_of_an_unknown_method_are_refused(tmp_path: Path) -> None:

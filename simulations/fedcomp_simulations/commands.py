@@ -24,7 +24,7 @@ from fedcomp_simulations.cli import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_MISTAKE
 from fedcomp_simulations.config import one_of
 from fedcomp_simulations.experiment import Experiment, with_codecs
 from fedcomp_simulations.results import Results
-from fedcomp_simulations.saving import save
+from fedcomp_simulations.saving import naming, save
 from fedcomp_simulations.study import load_experiment, load_study, study_of
 from fedcomp_simulations.tables import table
 
@@ -90,7 +90,7 @@ def simulate(
         Path | None, typer.Option(help="Folder for results and report; default results/<experiment>.")
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Train for this many rounds.")] = None,
-    seeds: Annotated[str | None, typer.Option(help='A count, as in "3", or a list, as in "0,4,7".')] = None,
+    seeds: Annotated[str | None, typer.Option(help='A count, as in "3", or a list, as in "0,4,7" or "7,".')] = None,
     codec: Annotated[
         list[str] | None,
         typer.Option(help='Compare this codec instead; repeatable; "sign+ef" adds error feedback.'),
@@ -136,7 +136,7 @@ def advise(
     ],
     name: Annotated[str, typer.Option("--experiment", help="The task: as of simulate.")] = DEFAULT_EXPERIMENT,
     rounds: Annotated[int | None, typer.Option(help="Train for this many rounds.")] = None,
-    seeds: Annotated[str | None, typer.Option(help='A count, as in "3", or a list, as in "0,4,7".')] = None,
+    seeds: Annotated[str | None, typer.Option(help='A count, as in "3", or a list, as in "0,4,7" or "7,".')] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes; default 2, or 1 on one processor.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write results and advice to this file.")] = None,
 ) -> None:
@@ -207,10 +207,11 @@ def _adapt(experiment: Experiment, rounds: int | None, seeds: str | None, codecs
 
 
 def _parse_seeds(text: str) -> tuple[int, ...]:
+    """The numbers 0, 1, ... as many as a count says, or those of a list; "7," is the list of 7 alone."""
     try:
-        numbers = tuple(int(part) for part in text.split(","))
+        numbers = tuple(int(part) for part in text.strip().removesuffix(",").split(","))
     except ValueError:
-        raise ConfigError(f'--seeds: expected a count such as "3" or a list "0,4,7", got {text!r}') from None
+        raise ConfigError(f'--seeds: expected a count such as "3" or a list "0,4,7" or "7,", got {text!r}') from None
     if "," in text:
         return numbers
     if numbers[0] > MAX_SEEDS:
@@ -292,7 +293,8 @@ def bench(
     if plot is not None:
         from fedcomp_simulations.bench.show import save_plot
 
-        save_plot(rows, plot)
+        with naming(plot):
+            save_plot(rows, plot)
 
 
 def _write_rows(rows: "list[Row] | list[ServerRow] | list[WireRow]", json_file: Path | None) -> None:

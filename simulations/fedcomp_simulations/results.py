@@ -17,6 +17,7 @@ from fedcomp_simulations.config import from_config, to_config
 from fedcomp_simulations.experiment import Experiment, Method
 
 FORMAT = 2
+MOST = 2**63 - 1
 OUTCOMES = ("ok", "lost", "late", "absent", "failed")
 
 
@@ -36,6 +37,15 @@ class Exchange:
     wire_down: int
     requests: int
     outcome: str
+
+    @classmethod
+    def from_json(cls, value: Iterable[Any]) -> Self:
+        """Make the exchange from the list of its fields. Raises TypeError or ValueError if it is none."""
+        *numbers, outcome = value
+        if outcome not in OUTCOMES:
+            raise ValueError(f"expected an outcome among {', '.join(OUTCOMES)}, got {_short(outcome)}")
+        client, wire_up, wire_down, requests = map(_whole, numbers)
+        return cls(client, wire_up, wire_down, requests, outcome)
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,14 @@ class ByRound:
     failures: tuple[int, ...] = ()
     nmse: tuple[float | None, ...] = ()
     residual: tuple[float | None, ...] = ()
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Make it from lists by the names of the fields. Raises KeyError, TypeError, ValueError for other things."""
+        measured = ("nmse", "residual")
+        counted = {key.name: tuple(map(_whole, value[key.name])) for key in fields(cls) if key.name not in measured}
+        nmse, residual = (tuple(None if entry is None else _number(entry) for entry in value[key]) for key in measured)
+        return cls(**counted, nmse=nmse, residual=residual)
 
 
 @dataclass(frozen=True)
@@ -140,20 +158,20 @@ class RunResult:
         """Make the result from what `to_json` returned. Raises KeyError, TypeError, ValueError if it did not."""
         return cls(
             method=from_config(value["method"], Method),
-            seed=int(value["seed"]),
-            rounds=int(value["rounds"]),
-            accuracy_curve=tuple((int(a), int(b), float(c)) for a, b, c in value["accuracy_curve"]),
-            seconds=float(value.get("seconds", 0.0)),
-            warnings=tuple(map(str, value["warnings"])),
-            task=str(value["task"]),
-            by_round=ByRound(**{entry.name: tuple(value["by_round"][entry.name]) for entry in fields(ByRound)}),
-            exchanges=tuple(tuple(Exchange(*each) for each in asked) for asked in value["exchanges"]),
-            payload_bytes_up=int(value["payload_bytes_up"]),
-            payload_bytes_down=int(value["payload_bytes_down"]),
-            uploads=int(value["uploads"]),
-            failures=int(value["failures"]),
-            messages=int(value["messages"]),
-            last=int(value["last"]),
+            seed=_whole(value["seed"]),
+            rounds=_whole(value["rounds"]),
+            accuracy_curve=tuple((_whole(a), _whole(b), _number(c)) for a, b, c in value["accuracy_curve"]),
+            seconds=_number(value.get("seconds", 0.0)),
+            warnings=tuple(map(_text, value["warnings"])),
+            task=_text(value["task"]),
+            by_round=ByRound.from_json(value["by_round"]),
+            exchanges=tuple(tuple(map(Exchange.from_json, asked)) for asked in value["exchanges"]),
+            payload_bytes_up=_whole(value["payload_bytes_up"]),
+            payload_bytes_down=_whole(value["payload_bytes_down"]),
+            uploads=_whole(value["uploads"]),
+            failures=_whole(value["failures"]),
+            messages=_whole(value["messages"]),
+            last=_whole(value["last"]),
         )
 
 
@@ -173,6 +191,12 @@ class Task:
     clients_per_round: int
     grid: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Make it from its fields by name. Raises KeyError, TypeError, ValueError for other things."""
+        sizes = {key: _whole(value[key]) for key in ("parameters", "clients", "clients_per_round")}
+        return cls(_text(value["name"]), **sizes, grid=_table(value["grid"]), settings=_table(value["settings"]))
 
 
 @dataclass(frozen=True)
@@ -235,12 +259,12 @@ class Results:
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Make the results from what `to_json` returned. Raises KeyError, TypeError, ValueError if it did not."""
         return cls(
-            experiment=str(value["experiment"]),
+            experiment=_text(value["experiment"]),
             runs=tuple(RunResult.from_json(run) for run in value["runs"]),
-            tasks=tuple(Task(**task) for task in value["tasks"]),
-            engine=str(value["engine"]),
-            versions=dict(value["versions"]),
-            **{key: int(value[key]) for key in ("parameters", "clients", "clients_per_round")},
+            tasks=tuple(Task.from_json(task) for task in value["tasks"]),
+            engine=_text(value["engine"]),
+            versions={key: _text(version) for key, version in _table(value["versions"]).items()},
+            **{key: _whole(value[key]) for key in ("parameters", "clients", "clients_per_round")},
         )
 
 
@@ -250,7 +274,7 @@ def load_results(path: Path) -> Results:
         value = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise FedcompError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FedcompError(f"{path}: expected the results of fedcomp simulate, got no JSON: {error}") from error
     found = value.get("format") if isinstance(value, dict) else None
     if found != FORMAT:
@@ -264,3 +288,38 @@ def load_results(path: Path) -> Results:
         raise FedcompError(f"{path}: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FedcompError(f"{path}: results are incomplete or damaged: {type(error).__name__}: {error}") from error
+
+
+def _whole(value: Any) -> int:
+    """A count, a number of bytes, a seed: a whole number from 0 on that arrays can hold."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"expected a whole number, got {_short(value)}")
+    if not 0 <= value <= MOST:
+        raise ValueError(f"expected a whole number from 0 to {MOST}, got {_short(value)}")
+    return value
+
+
+def _number(value: Any) -> float:
+    """A float; those of runs that diverged may be infinite or NaN."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"expected a number, got {_short(value)}")
+    if isinstance(value, int) and abs(value) > MOST:
+        raise ValueError(f"expected a number, got {_short(value)}")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a text, got {_short(value)}")
+    return value
+
+
+def _table(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"expected a table, got {_short(value)}")
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -11,7 +11,7 @@ from fedcomp_simulations.engines import INPROCESS
 from fedcomp_simulations.report import write_report
 from fedcomp_simulations.report.figures import save_plot
 from fedcomp_simulations.results import Results
-from fedcomp_simulations.saving import save
+from fedcomp_simulations.saving import naming, save
 from fedcomp_simulations.store import RunStore
 from fedcomp_simulations.study import Study
 from fedcomp_simulations.sweep import check_study, plan_study, results_of, run_plan, versions
@@ -63,10 +63,28 @@ def write(results: Results, folder: Path, json_file: Path | None, console: Conso
             console.print(monitor_table(part))
     if failed:
         raise OSError("; ".join(failed))
-    save_plot(results, folder / "accuracy.png")
-    made = {"report": write_report(folder), "plot": folder / "accuracy.png", "results": folder / "results.json"}
+    made = {"results": folder / "results.json"}
+    for what, make in {"plot": _save_plot, "report": _save_report}.items():
+        try:
+            made = {what: make(results, folder)} | made
+        except OSError as error:  # the other may still be written
+            failed.append(str(error))
     for what, path in made.items():
         console.print(f"{what}: {path}", highlight=False, markup=False, soft_wrap=True)
+    if failed:
+        raise OSError("; ".join(failed))
+
+
+def _save_plot(results: Results, folder: Path) -> Path:
+    path = folder / "accuracy.png"
+    with naming(path):
+        save_plot(results, path)
+    return path
+
+
+def _save_report(results: Results, folder: Path) -> Path:
+    del results  # it reads them from the folder
+    return write_report(folder)
 
 
 def warn(warnings: list[str]) -> None:

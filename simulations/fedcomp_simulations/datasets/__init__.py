@@ -164,13 +164,20 @@ def _spoken(seed: int) -> Dataset:
 def _idx(name: str) -> Dataset:
     from fedcomp_simulations.datasets.idx import load_idx
 
-    return load_idx(Path(name.removeprefix("idx:")).expanduser())
+    return load_idx(_path(name, name.removeprefix("idx:")))
 
 
 def _npz(name: str) -> Dataset:
     from fedcomp_simulations.datasets.npz import load_npz
 
-    return load_npz(Path(name).expanduser())
+    return load_npz(_path(name, name))
+
+
+def _path(name: str, path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # Python's for ~user without such a user, or ~ without a home
+        raise ConfigError(f"dataset {name!r}: there is no home directory {Path(path).parts[0]!r}") from error
 
 
 def _hub(name: str) -> Dataset:

@@ -38,7 +38,11 @@ _GLOSSARY = (
         "experiment's own links, the training times and deadlines of its settings count as well.",
     ),
     ("seed", "A repetition with other random numbers: other clients take part, the model starts elsewhere."),
-    ("±", "Standard deviation over seeds. Differences that are not larger than it mean little."),
+    (
+        "±",
+        "Standard deviation over seeds. All methods of a seed share its split, start and clients, so the noise of a "
+        "comparison is how much the points against float32 differ between seeds, not this.",
+    ),
     ("feedback", "What makes up for losses of compression, such as error feedback (ef), which sends the rest later."),
     ("residual", "What error feedback has held back so far, at one client."),
     ("NMSE", "Normalised mean squared error: the squared length of what an upload loses, by that of the update."),

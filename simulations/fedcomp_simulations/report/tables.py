@@ -51,7 +51,8 @@ def comparison(view: TaskView) -> Markup:
         "Marked: no other method is more accurate for about as few bytes."
     )
     if not full:
-        caption += " * against 4 bytes per parameter, as no float32 upload arrived."
+        why = "no float32 run was made" if view.reference is None else "no float32 upload arrived"
+        caption += f" * against 4 bytes per parameter, as {why}."
     return sheet("Accuracy and size", caption, ["method", *heads], rows)
 
 

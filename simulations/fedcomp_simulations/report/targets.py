@@ -33,20 +33,31 @@ def check_target(target: str | float | None) -> None:
 def target_of(view: TaskView, target: str | float | None) -> Target:
     """The target in a task: 0.85 is an accuracy, "95 %" a share of float32's final accuracy.
 
-    Without float32 twin it is a share of the best final accuracy.
+    Without a float32 twin to measure by it is a share of the best final accuracy.
     """
     number, is_share = _parse(target)
     if not is_share:
         return Target(number, f"an accuracy of {100 * number:.4g} %")
-    reference = view.reference
+    reference = yardstick(view)
     if reference is not None:
         return Target(number * reference.summary.accuracy, f"{100 * number:.4g} % of float32's accuracy")
     best = max(view.methods, key=lambda each: each.summary.accuracy)
     return Target(number * best.summary.accuracy, f"{100 * number:.4g} % of the best method's accuracy")
 
 
+def yardstick(view: TaskView) -> MethodView | None:
+    """The float32 twin, unless it never uploaded anything or ends at an accuracy of 0: that is no measure."""
+    reference = view.reference
+    return reference if reference is not None and reference.uploads and reference.summary.accuracy > 0 else None
+
+
 def reached(view: MethodView, target: Target) -> int | None:
-    """The first evaluation whose mean with those just before it, STEADY in all, is at the target; None: none is."""
+    """The first evaluation whose mean with those just before it, STEADY in all, is at the target; None: none is.
+
+    An accuracy of 0 is reached by nobody, as it takes no training.
+    """
+    if target.accuracy <= 0:
+        return None
     window = min(STEADY, len(view.mean))
     steady = np.convolve(view.mean, np.full(window, 1 / window), "valid")
     at = np.flatnonzero(steady >= target.accuracy - 1e-12)

@@ -2,19 +2,22 @@
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 
 import numpy as np
 
 from fedcomp_simulations.links import Link
 from fedcomp_simulations.report.markup import Markup, fill, join, tag
-from fedcomp_simulations.report.targets import Target, reached
+from fedcomp_simulations.report.targets import Target, reached, yardstick
 from fedcomp_simulations.report.timing import OWN, Timed
 from fedcomp_simulations.report.views import ABOUT, MethodView, TaskView
 from fedcomp_simulations.summary import format_bytes
 
 NEAR = 0.5
 """Points below float32 that count as no loss."""
+
+ALIKE = 1.1
+"""Times more or fewer bytes up to which two numbers of them are about the same."""
 
 NO_BREAK = "\u00a0"  # a space
 
@@ -90,9 +93,10 @@ def delay(seconds: float) -> str:
 def smallest(view: TaskView, target: Target) -> MethodView | None:
     """The compressed method with the fewest bytes per upload among those whose final accuracy is at the target.
 
-    Of several with about as many bytes, the most accurate.
+    Of several with about as many bytes, the most accurate. One that ends at an accuracy of 0 is never good enough.
     """
-    fit = [each for each in view.methods if each.compressed and each.summary.accuracy >= target.accuracy - 1e-12]
+    fit = [each for each in view.methods if each.compressed and each.summary.accuracy > 0]
+    fit = [each for each in fit if each.summary.accuracy >= target.accuracy - 1e-12]
     least = min((each.summary.payload_per_upload for each in fit), default=0.0)
     fit = [each for each in fit if each.summary.payload_per_upload <= ABOUT * least]
     return max(fit, key=lambda each: each.summary.accuracy, default=None)
@@ -100,32 +104,37 @@ def smallest(view: TaskView, target: Target) -> MethodView | None:
 
 def tiles(view: TaskView, target: Target) -> list[tuple[str, str]]:
     """Figures to remember, each with what it is: share of the upload, accuracy, bytes. Empty if nothing suits."""
-    best, reference = smallest(view, target), view.reference
+    best, reference = smallest(view, target), yardstick(view)
     if best is None or best.summary.ratio is None:
         return []
     upload = size(best.summary.payload_per_upload)
     full = size(best.summary.payload_per_upload * best.summary.ratio)
-    found = [(format_share(best.summary.ratio), "of float32's upload"), (upload, f"an upload instead of {full}")]
-    if reference is not None:
+    accuracy = percent(best.summary.accuracy), f"accuracy, with {best.name}"
+    if reference is not None and _same_seeds(best, reference):
         kept = best.summary.accuracy / reference.summary.accuracy
-        found.insert(1, (percent(kept), f"of float32's accuracy, with {best.name}"))
-    return found
+        accuracy = percent(kept), f"of float32's accuracy, with {best.name}"
+    return [
+        (format_share(best.summary.ratio), f"of {_whole(view)}"),
+        accuracy,
+        (upload, f"an upload instead of {full}"),
+    ]
 
 
 def headline(view: TaskView, target: Target) -> Markup:
     """The result in one sentence."""
-    best, reference = smallest(view, target), view.reference
+    best, reference = smallest(view, target), yardstick(view)
     if best is None or best.summary.ratio is None:
         return _nothing_suits(view, target)
-    if reference is None:
+    if reference is None or not _same_seeds(best, reference):
         return fill(
-            "{} has the smallest upload that reaches {}: {}, {} of 4 bytes per parameter, at an accuracy of {}. "
-            "There was no float32 run to compare with.",
+            "{} has the smallest upload that reaches {}: {}, {} of {}, at an accuracy of {}. {}",
             _strong(best.name),
             target.words,
             size(best.summary.payload_per_upload),
             format_share(best.summary.ratio),
+            _whole(view),
             percent(best.summary.accuracy),
+            _not_compared(view),
         )
     return fill(
         "{} reaches {} of float32's accuracy ({} against {}) at {} of the upload: {} instead of {}.",
@@ -156,11 +165,36 @@ def _strong(text: str) -> Markup:
     return tag("strong", text)
 
 
+def _same_seeds(a: MethodView, b: MethodView) -> bool:
+    """Whether accuracies of the two are means over the same seeds."""
+    return {run.seed for run in a.runs} == {run.seed for run in b.runs}
+
+
+def _whole(view: TaskView) -> str:
+    """What uploads are parts of, see Summary.ratio."""
+    return "float32's upload" if view.reference is not None and view.reference.uploads else "4 bytes per parameter"
+
+
+def _not_compared(view: TaskView) -> str:
+    """Why accuracies are not shares of float32's."""
+    if view.reference is None:
+        return "There was no float32 run to compare with."
+    if not view.reference.uploads:
+        return "No float32 upload arrived, so there is nothing to compare with."
+    if view.reference.summary.accuracy == 0:
+        return "float32 itself ends at an accuracy of 0, so there is nothing to compare with."
+    return "float32 was not run with the same seeds, so that their accuracies do not compare."
+
+
 def _nothing_suits(view: TaskView, target: Target) -> Markup:
     compressed = [each for each in view.methods if each.compressed]
+    if not compressed and all(each.uploads for each in view.methods):
+        return fill("No method has shorter uploads than float32, so there is nothing to recommend.")
     if not compressed:
         return fill("No compressed method uploaded anything, so there is nothing to recommend.")
     best = max(compressed, key=lambda each: each.summary.accuracy)
+    if best.summary.accuracy == 0:
+        return fill("No compressed method has learned anything: all of them end at an accuracy of 0.")
     return fill(
         "No compressed method ends at {} ({}). The closest is {} with {}, at {} an upload.",
         target.words,
@@ -186,11 +220,15 @@ def _lossless(view: TaskView, target: Target) -> list[Markup]:
     best, found = smallest(view, target), []
     if best is not None and best.summary.points:
         found.append(fill("Against float32, {} is at {}.", _strong(best.name), _range(best.summary.points)))
-    near = [each for each in view.methods if each.compressed and each.summary.points]
-    near = [each for each in near if fmean(each.summary.points) >= -NEAR]
+    compressed = [each for each in view.methods if each.compressed]
+    paired = [each for each in compressed if each.summary.points]
+    if not paired:
+        return found
+    near = [each for each in paired if fmean(each.summary.points) >= -NEAR]
     least = min(near, key=lambda each: each.summary.payload_per_upload, default=None)
     if least is None:
-        return [*found, fill("Every compressed method loses more than {} points.", f"{NEAR:g}")]
+        whose = "" if len(paired) == len(compressed) else " that shares seeds with float32"
+        return [*found, fill("Every compressed method{} loses more than {} points.", whose, f"{NEAR:g}")]
     if least is best or least.summary.ratio is None:
         return [*found, fill("No smaller upload loses as little." if found else "")]
     text = "The smallest upload that loses less than {} points is that of {}: {}, {} of float32, at {}."
@@ -245,20 +283,27 @@ def _all_bytes(view: TaskView, target: Target) -> list[Markup]:
     if best is None or reference is None:
         return []
     own, full = best.per_exchange(), reference.per_exchange()
-    if own is None or full is None or sum(own) <= 0:
+    if own is None or full is None or sum(own) <= 0 or sum(full) <= 0:
         return []
     return [
         fill(
             "Counting downloads and Flower's transport as well, a round moves {} on a client's link with {} ({} up, "
-            "{} down) and {} with float32: {} of all bytes.",
+            "{} down) and {} with float32: {}.",
             size(sum(own)),
             _strong(best.name),
             size(own[0]),
             size(own[1]),
             size(sum(full)),
-            format_share(sum(full) / sum(own)),
+            _against(sum(full) / sum(own)),
         )
     ]
+
+
+def _against(ratio: float) -> str:
+    """How many bytes something takes that takes so many times fewer than another."""
+    if ratio >= ALIKE:
+        return f"{format_share(ratio)} of all bytes"
+    return "about as many" if ratio * ALIKE >= 1 else f"{1 / ratio:,.2g} times as many"
 
 
 def _on_links(view: TaskView, target: Target) -> list[Markup]:
@@ -304,13 +349,27 @@ def _noise(view: TaskView) -> list[Markup]:
     known = [100 * spread for spread in spreads if spread is not None]
     counts = sorted({len(each.runs) for each in view.methods})
     if not known:
-        return [fill("Only one seed was run: differences below about a point may be chance. Three seeds tell more.")]
+        how = "Only one seed was run" if len(view.seeds) == 1 else "No method was run with more than one seed"
+        return [fill("{}: differences below about a point may be chance. Three seeds tell more.", how)]
     seeds = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     text = (
         "Noise: between its {} seeds, the accuracy of a method differs by ± {} points (standard deviation, median of "
-        "the methods), at most ± {}. Smaller differences between methods mean little."
+        "the methods), at most ± {}. {}"
     )
-    return [fill(text, seeds, f"{np.median(known):.1f}", f"{max(known):.1f}")]
+    return [fill(text, seeds, f"{np.median(known):.1f}", f"{max(known):.1f}", _paired_noise(view))]
+
+
+def _paired_noise(view: TaskView) -> str:
+    """The noise of a comparison, which is less than that of accuracies where methods meet the same in each seed."""
+    against = [each.summary.points for each in view.methods if each is not view.reference]
+    spreads = [stdev(points) for points in against if len(points) > 1]
+    if not spreads:
+        return "Smaller differences between methods mean little."
+    return (
+        "All methods of a seed share its split, start and clients, so compare them by seed: the points against float32 "
+        f"differ by ± {np.median(spreads):.1f} between seeds (median), at most ± {max(spreads):.1f}; smaller "
+        "differences between methods mean little."
+    )
 
 
 def _failures(view: TaskView) -> list[Markup]:

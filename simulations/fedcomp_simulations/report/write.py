@@ -12,6 +12,7 @@ from fedcomp_simulations.report.page import Chapter, Section, page
 from fedcomp_simulations.report.targets import check_target, target_of
 from fedcomp_simulations.report.views import view_task
 from fedcomp_simulations.results import Results, load_results
+from fedcomp_simulations.saving import naming
 
 RESULTS, PAGE, FIGURES = "results.json", "report.html", "figures"
 _MODE = 0o644
@@ -43,7 +44,7 @@ def write_report(folder: Path, target: str | float | None = None, out: Path | No
     (out / FIGURES).mkdir(parents=True, exist_ok=True)
     for picture in (picture for chapter in chapters for picture in _pictures(chapter)):
         _write(out / FIGURES / f"{picture.name}.png", picture.png)
-    _write(out / PAGE, page(chapters).encode())
+    _write(out / PAGE, page(chapters).encode("utf-8", "replace"))  # names of files may be no UTF-8
     return out / PAGE
 
 
@@ -97,5 +98,5 @@ def _slugs(names: Sequence[str]) -> list[str]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    with replacing(path, _MODE) as file:
+    with naming(path), replacing(path, _MODE) as file:
         file.write(data)
