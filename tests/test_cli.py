@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from report_data import SIGN, bare, make_results, make_run
+from rich.console import Console
 
 import fedcomp
 from fedcomp import Plan, Sign, compress
@@ -155,6 +156,7 @@ def test_options_change_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
         (["simulate", "bad.toml"], "bad.toml: unknown key 'clint'; available: dataset, "),
         (["simulate", "--out", "tiny.toml"], "--out: cannot write into tiny.toml"),
         (["simulate", "--out", "tiny.toml/below"], "--out: cannot write into tiny.toml/below"),
+        (["simulate", "--out", "odd"], "--out: cannot write odd/accuracy.png: Is a directory"),
         (["simulate", "--json", "missing/results.json"], "--json: cannot write missing/results.json: No such file"),
         (["simulate", "--json", "."], "--json: cannot write .: Is a directory"),
         (["simulate", "--bits", "3"], "No such option"),
@@ -166,6 +168,7 @@ def test_options_change_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_mistakes_are_one_line(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("bad.toml").write_text(TINY.replace("clients =", "clint =", 1))
+    Path("odd", "accuracy.png").mkdir(parents=True)
     assert expected in mistake(capsys, *arguments)
 
 
@@ -191,6 +194,17 @@ def test_results_that_cannot_be_written_in_the_end_are_an_error(
     assert "No such file or directory" in errors
     rescued = Path(errors.rpartition(" ")[2].strip())
     assert len(json.loads(rescued.read_text())["runs"]) == 2
+
+
+def test_the_report_is_there_even_if_the_table_cannot_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*objects: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(simulating, "run", lambda *given, **options: make_results(bare(make_run(SIGN))))
+    monkeypatch.setattr(Console, "print", full)
+    assert main(["simulate", "tiny.toml", "--out", "there"]) == 1
+    assert Path("there", "report.html").is_file()
+    assert Path("there", "accuracy.png").is_file()
 
 
 def test_where_nothing_can_be_written_the_table_is_shown_and_the_file_named(

@@ -1,6 +1,7 @@
 """The report: what the page says, that it is sound HTML whatever names are, and what it does with poor results."""
 
 import re
+import shlex
 import shutil
 import subprocess
 from collections import Counter
@@ -34,12 +35,14 @@ from fedcomp_simulations.config import from_config
 from fedcomp_simulations.experiment import Method
 from fedcomp_simulations.fleet import Fleet
 from fedcomp_simulations.links import PRESETS, link_seconds
-from fedcomp_simulations.report import drawing, tables, words, write, write_report
+from fedcomp_simulations.report import drawing, page, tables, words, write, write_report
 from fedcomp_simulations.report.figures import draw_task, save_plot, time_caption
 from fedcomp_simulations.report.markup import Markup
+from fedcomp_simulations.report.page import Chapter, Section
 from fedcomp_simulations.report.targets import Target, reached, target_of
 from fedcomp_simulations.report.views import TaskView, view_task
 from fedcomp_simulations.results import Results, RunResult, Task
+from fedcomp_simulations.study import parse_study
 
 VOID = {"meta", "img", "br"}
 MINUS, DASH = "\u2212", "\u2013"
@@ -87,6 +90,8 @@ def view_of(results: Results) -> TaskView:
     ((task, part),) = results.by_task()
     return view_task(results.experiment, "task", task, part)
 
+
+TASK = 'dataset = "mnist"\nmodel = "mlp"\n[[methods]]\nname = "a"\ncodec = "float32"'
 
 FOUR = view_of(four_methods())
 ONE_SEED = view_of(four_methods(1))
@@ -430,7 +435,8 @@ def test_float32_that_never_arrived_is_not_said_to_be_missing() -> None:
 
 def test_figures_are_sound_whatever_accuracies_and_names_are() -> None:
     """Nothing learned is no warning of matplotlib, which would be an error here."""
-    odd = Method("si\x01gn\x1b", "sign", "ef")
+    odd = Method("]]></svg> & sign", "sign", "ef")
+    object.__setattr__(odd, "name", "si\x01gn\x1b" + odd.name)  # which experiments refuse
     view = view_of(make_results(make_run(FLOAT32, final=0.0), make_run(odd, final=0.0)))
     for picture in draw_task(view, Target(0.5, "0.5"), short=True):
         assert "sign" in "".join(ElementTree.fromstring(picture.svg).itertext())
@@ -474,6 +480,44 @@ def test_settings_and_methods_are_all_there(written: Path) -> None:
     ):
         assert key in text
     assert "fedcomp simulate 'a\"b<i>.toml' --seeds 2 --rounds 12" in text
+
+
+def test_of_two_without_compression_the_second_has_points() -> None:
+    other = make_run(replace(FLOAT32, name="other", downlink="plain"), final=0.93, per_upload=FULL)
+    table = plain(tables.comparison(view_of(make_results(make_run(FLOAT32), other))))
+    assert "1 float32 90.0 - 4,000" in table
+    assert "2 other 93.0 +3.0 4,000" in table
+
+
+def test_refused_replies_are_counted_beside_lost_ones() -> None:
+    run = replace(make_run(SIGN, outcome="lost"), failures=8)
+    assert "24 times that a client was asked, 8 brought nothing usable: 1 lost, 7 refused." in said(
+        view_of(make_results(run))
+    )
+
+
+def test_settings_of_a_varied_table_are_not_called_common_and_the_command_has_the_grid() -> None:
+    results = grid_of(0.1)
+    made = [
+        {"fleet": {"dropout": 0.0}, "clip_norm": float("inf"), "methods.downlink": "pack"},
+        {"fleet": {"dropout": 0.5}, "clip_norm": float("inf"), "methods.downlink": "uniform(8)"},
+    ]
+    tasks = tuple(
+        replace(results.tasks[0], name=str(n), grid=grid, settings=grid | {"alpha": 0.3}) for n, grid in enumerate(made)
+    )
+    runs = [replace(run, task=task.name) for task in tasks for run in results.runs]
+    results = make_results(*runs, tasks=tasks)
+    views = [view_task(task.name, task.name, task, part) for task, part in results.by_task()]
+    shown = plain(
+        Markup(page.page([Chapter(results, "x", "x", [Section(view, None, ()) for view in views])]).partition("\n")[2])
+    )
+    assert "alpha 0.3" in shown
+    assert "dropout 0.0" not in shown
+    command = shlex.split(shown[shown.index("fedcomp simulate") : shown.index(" Bytes and accuracies")])
+    options = [command[n + 1] for n, word in enumerate(command) if word == "--grid"]
+    points = parse_study(TASK, name="x", source="x", grid=options).points
+    assert len(points) == 4
+    assert [point.grid for point in points if point.grid in made] == made
 
 
 def test_a_grid_has_an_overview(tmp_path: Path) -> None:
@@ -576,6 +620,27 @@ def test_a_full_disk_leaves_the_old_page(
     first = tmp_path / "figures" / "task-front.png"
     assert error(capsys) == f"fedcomp: cannot write {first}: No space left on device\n"
     assert (tmp_path / "report.html").read_text() == "old"
+
+
+def test_figures_of_a_former_report_go_and_others_stay(tmp_path: Path) -> None:
+    folder = save_results(make_results(make_run(SIGN, per_upload=0, outcome="failed")), tmp_path)
+    (figures := tmp_path / "figures").mkdir()
+    png = drawing.as_png(drawing.new_axes()[0], "task-1-front")
+    for name in ("task-1-front", "slide"):
+        (figures / f"{name}.png").write_bytes(png)
+    (figures / "mine-front.png").write_bytes(b"mine")
+    write_report(folder)
+    assert sorted(path.name for path in figures.iterdir()) == ["mine-front.png", "slide.png"]
+
+
+def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_results(make_results(make_run(SIGN, per_upload=0, outcome="failed")), tmp_path / "in")
+    (tmp_path / "file").touch()
+    (tmp_path / "out" / "report.html").mkdir(parents=True)
+    assert main(["report", str(folder), "--out", str(tmp_path / "file")]) == 1
+    assert error(capsys) == f"fedcomp: cannot write {tmp_path / 'file' / 'figures'}: Not a directory\n"
+    assert main(["report", str(folder), "--out", str(tmp_path / "out")]) == 1
+    assert error(capsys) == f"fedcomp: cannot write {tmp_path / 'out' / 'report.html'}: Is a directory\n"
 
 
 def test_one_picture_stands_for_results_of_one_or_many_tasks(tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def test_a_damaged_file_is_as_none(run: RunResult, tmp_path: Path) -> None:
         "",
         whole[: len(whole) // 2],
         "[]",
+        "[" * 100_000,
         "{}",
         whole.replace('"round"', '"rund"'),
         whole.replace('"ef"', '"f"'),

@@ -123,8 +123,10 @@ def simulate(
         raise ConfigError(f"--engine {engine}: cannot be combined with --monitor or --workers")
     folder = out or Path("results", study.name)
     _probe_folder(folder)
-    for path in filter(None, (json_file, folder / "results.json", folder / "accuracy.png")):
-        _probe_file(path)
+    if json_file is not None:
+        _probe_file(json_file)
+    for name in ("results.json", "accuracy.png", "report.html"):
+        _probe_file(folder / name, "--out")
     results = simulating.run(study, workers, monitor=monitor, folder=folder, fresh=fresh, engine=engine)
     simulating.write(results, folder, json_file, _console())
 
@@ -229,7 +231,7 @@ def _probe_folder(folder: Path) -> None:
         raise ConfigError(f"--out: cannot write into {folder}: {error.strerror}") from error
 
 
-def _probe_file(path: Path) -> None:
+def _probe_file(path: Path, option: str = "--json") -> None:
     existed = path.exists()
     try:
         with path.open("ab"):
@@ -237,7 +239,7 @@ def _probe_file(path: Path) -> None:
         if not existed:
             path.unlink()
     except OSError as error:
-        raise ConfigError(f"--json: cannot write {path}: {error.strerror}") from error
+        raise ConfigError(f"{option}: cannot write {path}: {error.strerror}") from error
 
 
 def _console() -> Console:
@@ -275,8 +277,9 @@ def bench(
     """
     if size < 1:
         raise ConfigError(f"--n: expected at least 1, got {size}")
-    for path in filter(None, (json_file, plot)):
-        _probe_file(path)
+    for option, path in {"--json": json_file, "--plot": plot}.items():
+        if path is not None:
+            _probe_file(path, option)
     if on_wire:
         if server or given or peers or plot is not None:
             raise ConfigError("--wire: cannot be combined with --server, --input, --peers or --plot")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from fedcomp.errors import FedcompError
 from fedcomp_simulations.display import Display
 from fedcomp_simulations.engines import INPROCESS
 from fedcomp_simulations.report import write_report
@@ -57,22 +58,26 @@ def write(results: Results, folder: Path, json_file: Path | None, console: Conso
     if json_file is not None:
         texts[json_file] = json.dumps(results.to_json(seconds=True), indent=1) + "\n"
     failed = [failure for path, text in texts.items() if (failure := save(text, path))]
+    made = {} if failed else _illustrate(results, folder, failed)
     for _, part in results.by_task():
         console.print(table(part, narrow=console.width < NARROW))
         if any(each.stats for each in part.runs):
             console.print(monitor_table(part))
-    if failed:
-        raise OSError("; ".join(failed))
-    made = {"results": folder / "results.json"}
-    for what, make in {"plot": _save_plot, "report": _save_report}.items():
-        try:
-            made = {what: make(results, folder)} | made
-        except OSError as error:  # the other may still be written
-            failed.append(str(error))
     for what, path in made.items():
         console.print(f"{what}: {path}", highlight=False, markup=False, soft_wrap=True)
     if failed:
         raise OSError("; ".join(failed))
+
+
+def _illustrate(results: Results, folder: Path, failed: list[str]) -> dict[str, Path]:
+    """Write what shows the results that are in the folder; what is wrong with a file goes into the list."""
+    made = {"results": folder / "results.json"}
+    for what, make in {"plot": _save_plot, "report": _save_report}.items():
+        try:
+            made = {what: make(results, folder)} | made
+        except (OSError, FedcompError) as error:  # the other may still be written
+            failed.append(str(error))
+    return made
 
 
 def _save_plot(results: Results, folder: Path) -> Path:

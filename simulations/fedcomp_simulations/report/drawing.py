@@ -46,6 +46,7 @@ RC: dict[Any, Any] = {
     "legend.fontsize": 8,
     "axes.titlesize": 10,
 }
+MADE_BY = "fedcomp report"
 _DRAWN = re.compile(rb"<path [^>]*>")
 _LONG = re.compile(rb"(\.[0-9]{2})[0-9]+")  # hundredths of a point are enough
 _NO_XML = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
@@ -202,9 +203,9 @@ def as_svg(figure: Figure, name: str) -> bytes:
     return _DRAWN.sub(lambda path: _LONG.sub(rb"\1", path[0]), _NO_XML.sub(b"", page.getvalue()))
 
 
-def as_png(figure: Figure) -> bytes:
-    """The figure as PNG, for slides."""
+def as_png(figure: Figure, name: str) -> bytes:
+    """The figure as PNG, for slides; says inside who made it, and its name."""
     page = io.BytesIO()
     with matplotlib.rc_context(RC):
-        figure.savefig(page, format="png", dpi=200, metadata={"Software": None})
+        figure.savefig(page, format="png", dpi=200, metadata={"Software": MADE_BY, "Title": name})
     return page.getvalue()

@@ -107,7 +107,7 @@ def _quietly() -> Iterator[None]:
 def _finish(figure: Figure, name: str, title: str, caption: str, alt: str) -> Picture:
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # it is settled, and takes long
-    return Picture(name, title, caption, alt, drawing.as_svg(figure, name), drawing.as_png(figure))
+    return Picture(name, title, caption, alt, drawing.as_svg(figure, name), drawing.as_png(figure, name))
 
 
 def _lowest(views: Sequence[MethodView]) -> float:

@@ -1,10 +1,12 @@
 """The page: everything a reader needs in one file, which asks no other server for anything."""
 
 import base64
+import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from typing import Any
 
 import fedcomp
 from fedcomp_simulations.experiment import Method
@@ -17,6 +19,8 @@ from fedcomp_simulations.results import Results
 from fedcomp_simulations.study import shipped
 
 MOST_WARNINGS = 20
+
+_MISSING = object()
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
@@ -173,10 +177,11 @@ def _background(chapter: Chapter, prefix: str) -> Markup:
     """Settings, versions, warnings, and how to repeat it."""
     results = chapter.results
     tasks = [section.view.task for section in chapter.sections]
+    settings = [tables.flat(task.settings) for task in tasks]
     common = {
         key: value
-        for key, value in tables.flat(tasks[0].settings).items()
-        if all(key not in task.grid for task in tasks)
+        for key, value in settings[0].items()
+        if all(key not in task.grid for task in tasks) and all(each.get(key, _MISSING) == value for each in settings)
     }
     made = dict(results.versions) | {"engine": results.engine}
     return tag(
@@ -230,8 +235,31 @@ def _command(chapter: Chapter) -> str:
     rounds = {run.rounds for run in results.runs}
     listed = f"{','.join(map(str, seeds))}{',' * (len(seeds) == 1)}" if seeds != list(range(len(seeds))) else len(seeds)
     length = f" --rounds {rounds.pop()}" if len(rounds) == 1 else ""
+    grid = "".join(f" --grid {shlex.quote(each)}" for each in _grid(chapter))
     engine = "" if results.engine == "inprocess" else f" --engine {shlex.quote(results.engine)}"
-    return f"fedcomp simulate {shlex.quote(name)} --seeds {listed}{length}{engine}"
+    return f"fedcomp simulate {shlex.quote(name)} --seeds {listed}{length}{grid}{engine}"
+
+
+def _grid(chapter: Chapter) -> list[str]:
+    """The grid as options; one of the experiment's file is told again, which changes nothing."""
+    found: dict[str, list[str]] = {}
+    for section in chapter.sections:
+        for key, value in section.view.task.grid.items():
+            values = found.setdefault(key, [])
+            if (text := _toml(value)) not in values:
+                values.append(text)
+    return [f"{key}={','.join(values)}" for key, values in found.items()]
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML has it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def _warnings(results: Results) -> Markup:

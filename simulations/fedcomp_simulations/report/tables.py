@@ -39,7 +39,12 @@ def comparison(view: TaskView) -> Markup:
         heads.append("of these late")
     rows = []
     for each in view.methods:
-        cells = [_accuracy(each), _points(each), f"{each.summary.payload_per_upload:,.0f}", _ratio(each)]
+        cells = [
+            _accuracy(each),
+            NONE if each is view.reference else _points(each),
+            f"{each.summary.payload_per_upload:,.0f}",
+            _ratio(each),
+        ]
         if troubled:
             cells.append(f"{each.summary.failures:,}")
         if late:
@@ -241,7 +246,7 @@ def _spread_words(view: TaskView) -> str:
 
 def _points(view: MethodView) -> str:
     points = view.summary.points
-    if view.summary.method.uncompressed or not points:
+    if not points:
         return NONE
     mean = format_points(fmean(points))
     return mean if len(points) == 1 else f"{mean} ({format_points(min(points))}, {format_points(max(points))})"

@@ -384,6 +384,8 @@ def _failures(view: TaskView) -> list[Markup]:
         return []
     if not bad:
         return [fill("{} times, a client that was asked brought nothing usable.", f"{failures:,}")]
+    if (refused := failures - sum(bad.values())) > 0:  # they arrived, and the server could not use them
+        bad["refused"] = refused
     detail = ", ".join(f"{count:,} {outcome}" for outcome, count in bad.items())
     text = "Of {} times that a client was asked, {} brought nothing usable: {}."
     return [fill(text, f"{sum(outcomes.values()):,}", f"{sum(bad.values()):,}", detail)]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp_clients.files import replacing
+from fedcomp_simulations.report.drawing import MADE_BY
 from fedcomp_simulations.report.figures import MANY_TASKS, Picture, draw_overview, draw_task
 from fedcomp_simulations.report.page import Chapter, Section, page
 from fedcomp_simulations.report.targets import check_target, target_of
@@ -27,7 +28,7 @@ def write_report(folder: Path, target: str | float | None = None, out: Path | No
         out: where to write; None: into the folder.
 
     Raises ConfigError for a target or a folder that will not do, FedcompError for results that cannot be read, OSError
-    if a file cannot be written; files are there whole or not at all.
+    if a file cannot be written; files are there whole or not at all. Figures of a former report in the same place go.
     """
     check_target(target)
     found = find_results(folder)
@@ -41,10 +42,15 @@ def write_report(folder: Path, target: str | float | None = None, out: Path | No
         except FedcompError as error:
             raise error if str(path) in str(error) else FedcompError(f"{path}: {error}") from error
     out = out or folder
-    (out / FIGURES).mkdir(parents=True, exist_ok=True)
-    for picture in (picture for chapter in chapters for picture in _pictures(chapter)):
-        _write(out / FIGURES / f"{picture.name}.png", picture.png)
+    with naming(out / FIGURES):
+        (out / FIGURES).mkdir(parents=True, exist_ok=True)
+    pictures = {f"{picture.name}.png": picture.png for chapter in chapters for picture in _pictures(chapter)}
+    for name, png in pictures.items():
+        _write(out / FIGURES / name, png)
     _write(out / PAGE, page(chapters).encode("utf-8", "replace"))  # names of files may be no UTF-8
+    for path in (out / FIGURES).glob("*.png"):
+        if path.name not in pictures and _is_figure(path):
+            path.unlink(missing_ok=True)  # of another grid, whose page this one has replaced
     return out / PAGE
 
 
@@ -95,6 +101,15 @@ def _slugs(names: Sequence[str]) -> list[str]:
         plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "task"
         found.append(plain if plain not in found else f"{plain}--{len(found)}b")
     return found
+
+
+def _is_figure(path: Path) -> bool:
+    """Whether a report has made this file, by this name."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(1000)
+    return MADE_BY.encode() in head and b"Title\0" + path.stem.encode("utf-8", "replace") in head
 
 
 def _write(path: Path, data: bytes) -> None:
