@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flower_app import CLIENTS, Model, OrderedGrid, client_app, frame_of, record, run, start_model
-from flwr.app import Context, Message
+from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import Mod
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, Strategy
 
@@ -329,7 +329,7 @@ def test_the_weight_is_that_of_the_metric_or_one() -> None:
 
     class Reply:
         def __init__(self, **metrics: Any) -> None:
-            self.content = type("C", (), {"metric_records": {"m": metrics}})
+            self.content = RecordDict({"m": MetricRecord(metrics)})
 
     found = [_weight(Reply(**m), "n") for m in ({"n": 7}, {"n": 0}, {}, {"n": -1}, {"n": float("nan")}, {"n": [1]})]  # type: ignore[arg-type]
     assert found == [7, 0, 1, 1, 1, 1]

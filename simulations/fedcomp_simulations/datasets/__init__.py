@@ -90,9 +90,10 @@ def fingerprint(name: str) -> str:
 
 def stamp(name: str) -> tuple[tuple[str, int, int], ...]:
     """Sizes and times of the files of the user's own data, which change with them; empty for all other sets."""
-    path = Path(name.removeprefix("idx:")).expanduser()
-    own = path.suffix == ".npz" or name.startswith("idx:")
-    found = sorted(path.iterdir()) if own and path.is_dir() else [path] if own and path.is_file() else []
+    if not name.endswith(".npz") and not name.startswith("idx:"):
+        return ()
+    path = _path(name, name.removeprefix("idx:"))
+    found = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
     return tuple((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in found)
 
 
