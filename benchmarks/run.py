@@ -1,6 +1,6 @@
 """Makes the tables of this folder again: runs its experiments and writes what came out under `results/`.
 
-    python benchmarks/run.py                       # all of them: about an hour on two cores
+    python benchmarks/run.py                       # all of them: one to two hours on two cores
     python benchmarks/run.py mnist-mlp fedvqcs     # these
     python benchmarks/run.py --tables-only         # write the tables again from runs that are there
 
