@@ -9,13 +9,14 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
+from flwr.clientapp.typing import Mod
 
 from fedcomp.errors import ConfigError
 from fedcomp.metrics import length
 from fedcomp.monitor import TensorStats
 from fedcomp_clients import CompressMod, MemoryModelCache, MemoryStore
 from fedcomp_clients.mod import Upload
-from fedcomp_simulations.apps import RoundOutcome, client_app, server_app
+from fedcomp_simulations.apps import OnRound, RoundOutcome, client_app, server_app
 from fedcomp_simulations.experiment import Experiment, Method
 from fedcomp_simulations.grid import run_in_process
 from fedcomp_simulations.ledger import Ledger
@@ -89,16 +90,22 @@ def run_one(
     mod = CompressMod(MemoryStore(), stats.append if monitor else None, MemoryModelCache(), losses)
     started = time.perf_counter()
     if engine is not None:
-        warnings = dict.fromkeys(engine.run(experiment, method, seed, on_round).warnings)
+        warnings = engine.run(experiment, method, seed, on_round).warnings
     else:
-        with one_thread(), collected_warnings() as warnings:
-            run_in_process(
-                server_app(experiment, method, seed, on_round), client_app(experiment, seed, mod), experiment.clients
-            )
+        warnings = run_here(experiment, method, seed, on_round, mod)
     return to_result(
         experiment, method, seed, outcomes,
-        seconds=time.perf_counter() - started, warnings=tuple(warnings), stats=tuple(stats), losses=losses, task=task,
+        seconds=time.perf_counter() - started, warnings=warnings, stats=tuple(stats), losses=losses, task=task,
     )  # fmt: skip
+
+
+def run_here(experiment: Experiment, method: Method, seed: int, on_round: OnRound, mod: Mod) -> tuple[str, ...]:
+    """Run the apps in this process on one thread, the mod on every client. Returns what they warned of."""
+    with one_thread(), collected_warnings() as warnings:
+        run_in_process(
+            server_app(experiment, method, seed, on_round), client_app(experiment, seed, mod), experiment.clients
+        )
+    return tuple(warnings)
 
 
 class _Losses:

@@ -7,10 +7,9 @@ from typing import Protocol, Self
 from flwr.clientapp.typing import Mod
 
 from fedcomp_clients import CompressMod, MemoryModelCache, MemoryStore
-from fedcomp_simulations.apps import OnRound, RoundOutcome, client_app, server_app
+from fedcomp_simulations.apps import OnRound, RoundOutcome
 from fedcomp_simulations.experiment import Experiment, Method
-from fedcomp_simulations.grid import run_in_process
-from fedcomp_simulations.runner import collected_warnings, one_thread
+from fedcomp_simulations.runner import run_here
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,5 @@ class InProcess:
                 on_round(outcome)
 
         mod = mod or CompressMod(MemoryStore(), models=MemoryModelCache())
-        with one_thread(), collected_warnings() as warnings:
-            run_in_process(
-                server_app(experiment, method, seed, keep), client_app(experiment, seed, mod), experiment.clients
-            )
-        return Ran(tuple(outcomes), tuple(warnings))
+        warnings = run_here(experiment, method, seed, keep, mod)
+        return Ran(tuple(outcomes), warnings)

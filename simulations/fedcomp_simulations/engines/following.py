@@ -54,11 +54,4 @@ def follow(
         time.sleep(_POLL_S)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that others read at any moment."""
-    part = path.with_suffix(".part")
-    part.write_text(text, "utf-8")
-    part.replace(path)
-
-
 _PACKAGES = (fedcomp, fedcomp_clients, fedcomp_simulations, fedcomp_strategies)

@@ -18,10 +18,11 @@ from fedcomp_simulations.deployment.process import Child
 from fedcomp_simulations.deployment.signals import as_interrupts
 from fedcomp_simulations.engines.base import Ran
 from fedcomp_simulations.engines.clients import ORDER
-from fedcomp_simulations.engines.following import QUIET_S, environment, follow, write_whole
+from fedcomp_simulations.engines.following import QUIET_S, environment, follow
 from fedcomp_simulations.engines.orders import Order, RunError
 from fedcomp_simulations.engines.simulated_host import STOP
 from fedcomp_simulations.experiment import Experiment, Method
+from fedcomp_simulations.saving import write_text
 
 _LONGEST = 40  # characters of the folder above Ray's, whose sockets' names have to be short
 _STOP_S = 20.0
@@ -73,7 +74,7 @@ class RayEngine:
         self._runs += 1
         order = Order(experiment, method, seed, folder / f"run-{self._runs}")
         order.folder.mkdir()
-        write_whole(folder / ORDER, order.to_text())
+        write_text(folder / ORDER, order.to_text())
 
         def ended() -> Callable[[str], DeploymentError] | None:
             return None if host.exit_code is None else host.failure
